@@ -1,0 +1,18 @@
+"""Fine-tune Kimi K3 without ever leaving 4 bits. Importing this package loads nothing heavy."""
+
+from typing import TYPE_CHECKING
+
+from k3tune.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from k3tune import model as model
+    from k3tune import quant as quant
+    from k3tune.model.checkpoint import load_base
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_base"]
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    names={"load_base": "k3tune.model.checkpoint"},
+    subpackages=("model", "quant"),
+)

@@ -1,0 +1,144 @@
+"""What K3 remembers between decoding steps.
+
+A KDA layer keeps its state and the last inputs of its convolutions: constant in the length. An MLA
+layer keeps the normalised latent and the shared key part, ``kv_lora_rank + qk_rope_head_dim``
+values a token, and expands them when it attends.
+
+Shape letters: ``B`` batch, ``S`` cached tokens, ``P`` earlier convolution inputs, ``C`` channels.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from k3tune.model.architecture import Architecture
+from k3tune.model.kda_rule import DeltaState
+
+RowPick = Callable[[Tensor], Tensor]
+
+
+class KDACacheLayer:
+    """State and convolution inputs of one KDA layer; None before the first token."""
+
+    def __init__(self) -> None:
+        self.state: DeltaState | None = None
+        self.conv_inputs: tuple[Tensor, ...] | None = None
+
+    def keep_conv_inputs(self, inputs: list[Tensor], pasts: tuple[Tensor, ...]) -> None:
+        """Remember the last inputs of each convolution.
+
+        Args:
+            inputs: new inputs ``[B, T, C]``.
+            pasts: the ``[B, P, C]`` before them; as many are kept.
+        """
+        self.conv_inputs = tuple(
+            torch.cat([past, x], dim=1)[:, x.shape[1] :]
+            for x, past in zip(inputs, pasts, strict=True)
+        )
+
+    def pick_rows(self, pick: RowPick) -> None:
+        """Apply ``pick`` to the batch dimension of everything held."""
+        if self.state is not None:
+            document = self.state.document_B
+            self.state = DeltaState(
+                pick(self.state.value_BHKV), None if document is None else pick(document)
+            )
+        if self.conv_inputs is not None:
+            self.conv_inputs = tuple(pick(x) for x in self.conv_inputs)
+
+
+class MLACacheLayer:
+    """Compressed keys and values of one MLA layer."""
+
+    def __init__(self) -> None:
+        self.compressed_BSC: Tensor | None = None
+
+    def extend(self, compressed_BTC: Tensor) -> Tensor:
+        """Append new tokens and return all, ``[B, S, kv_lora_rank + qk_rope_head_dim]``."""
+        if self.compressed_BSC is not None:
+            compressed_BTC = torch.cat([self.compressed_BSC, compressed_BTC], dim=1)
+        self.compressed_BSC = compressed_BTC
+        return compressed_BTC
+
+    def pick_rows(self, pick: RowPick) -> None:
+        """Apply ``pick`` to the batch dimension of everything held."""
+        if self.compressed_BSC is not None:
+            self.compressed_BSC = pick(self.compressed_BSC)
+
+
+class K3Cache(Cache):
+    """One cache layer a decoder layer, and the document number of every cached token.
+
+    ``use_cache=True`` returns one as ``past_key_values``; pass it back with only the new ids.
+    A recurrent state cannot be rolled back, so assisted generation is refused.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__(layers=[])
+        # not transformers' layer types: they have no place for a decay state or a latent
+        self.layers: list[KDACacheLayer | MLACacheLayer] = [  # type: ignore[assignment]
+            MLACacheLayer() if architecture.is_mla(layer) else KDACacheLayer()
+            for layer in range(architecture.num_hidden_layers)
+        ]
+        self.document_ids_BS: Tensor | None = None
+        self.num_tokens = 0
+
+    def advance(self, document_ids_BS: Tensor | None, num_tokens: int) -> None:
+        """Record that the layers now hold ``num_tokens`` more tokens of these documents."""
+        self.document_ids_BS = document_ids_BS
+        self.num_tokens += num_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, padding included."""
+        return self.num_tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No maximum."""
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: MLA's part grows."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """Never: KDA's state holds no history."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to forget tokens.
+
+        Raises:
+            NotImplementedError: unless there is nothing to remove.
+        """
+        if tokens_to_remove:
+            raise NotImplementedError(
+                f"cannot remove {tokens_to_remove} tokens from a K3 cache: KDA's recurrent state "
+                "keeps no history; generate without an assistant model or prompt lookup"
+            )
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.layers = [type(layer)() for layer in self.layers]
+        self.document_ids_BS, self.num_tokens = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep rows ``beam_idx`` (beam search)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows ``indices``, in this order."""
+        self._pick_rows(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times."""
+        self._pick_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _pick_rows(self, pick: RowPick) -> None:
+        for layer in self.layers:
+            layer.pick_rows(pick)
+        if self.document_ids_BS is not None:
+            self.document_ids_BS = pick(self.document_ids_BS)

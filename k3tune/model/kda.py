@@ -1,0 +1,139 @@
+"""Kimi Delta Attention: projections, short convolutions, decay gate, delta rule, gated norm.
+
+Shape letters: ``B`` batch, ``T`` tokens, ``D`` model width, ``H`` heads, ``K`` head width (keys
+and values alike), ``P`` earlier inputs a convolution reads.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from k3tune.model.architecture import Architecture
+from k3tune.model.cache import KDACacheLayer
+from k3tune.model.documents import PADDING, Documents
+from k3tune.model.kda_fla import fla_accepts, kda_fla
+from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
+from k3tune.model.layers import Float32Module, ShortConvolution, widen, without_autocast
+
+# The released model normalises queries and keys by sqrt(sum(x^2) + 1e-6).
+_L2_EPS = 1e-6
+
+
+class GatedHeadNorm(Float32Module):
+    """``x / rms(x) * weight * sigmoid(gate)`` a head, in fp32."""
+
+    float32_parameters = ("weight",)
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
+        self.eps = eps
+
+    def forward(self, x_BTHK: Tensor, gate_BTHK: Tensor) -> Tensor:
+        """``[B, T, H, K]``, in the dtype of the gate."""
+        wide = widen(x_BTHK)
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normalised * self.weight * widen(gate_BTHK).sigmoid()).to(gate_BTHK.dtype)
+
+
+class KimiDeltaAttention(Float32Module):
+    """Linear attention of 69 of K3's 93 layers (``k3`` tech report, section 2.1.1)."""
+
+    float32_parameters = ("A_log", "dt_bias")
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden_size, width = architecture.hidden_size, architecture.kda_dim
+        self.num_heads, self.head_dim = architecture.kda_num_heads, architecture.kda_head_dim
+        self.gate_lower_bound = architecture.kda_gate_lower_bound
+        self.q_proj = nn.Linear(hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(hidden_size, width, bias=False)
+        self.q_conv1d = ShortConvolution(width, architecture.kda_conv_size)
+        self.k_conv1d = ShortConvolution(width, architecture.kda_conv_size)
+        self.v_conv1d = ShortConvolution(width, architecture.kda_conv_size)
+        self.f_a_proj = nn.Linear(hidden_size, self.head_dim, bias=False)
+        self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_heads, bias=False)
+        self.g_proj = nn.Linear(hidden_size, width, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(self.num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.zeros(width, dtype=torch.float32))
+        self.o_norm = GatedHeadNorm(self.head_dim, architecture.rms_norm_eps)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(
+        self, x_BTD: Tensor, documents: Documents, cache: KDACacheLayer | None = None
+    ) -> Tensor:
+        """``[B, T, D]`` to ``[B, T, D]``; reads and updates ``cache`` when there is one."""
+        q, k, v = self._convolved(x_BTD, documents, cache)
+        log_decay, beta = self._gates(x_BTD)
+        with without_autocast(x_BTD):
+            output = self._delta_rule(q, k, v, log_decay, beta, documents, cache)
+        gated = self.o_norm(output, self._heads(self.g_proj(x_BTD)))
+        return self.o_proj(gated.flatten(2))
+
+    def _convolved(
+        self, x_BTD: Tensor, documents: Documents, cache: KDACacheLayer | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projected and convolved queries, keys and values, ``[B, T, H, K]`` each."""
+        context = self.q_conv1d.context
+        reach = documents.reach(context)
+        inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)]
+        if cache is not None and cache.conv_inputs is not None:
+            pasts = cache.conv_inputs
+        else:
+            empty = inputs[0].new_zeros(x_BTD.shape[0], context, inputs[0].shape[-1])
+            pasts = (empty, empty, empty)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        outputs = [
+            conv(x, past, reach) for conv, x, past in zip(convolutions, inputs, pasts, strict=True)
+        ]
+        if cache is not None:
+            cache.keep_conv_inputs(inputs, pasts)
+        q, k, v = (self._heads(x) for x in outputs)
+        return q, k, v
+
+    def _gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-decay ``[B, T, H, K]`` in ``(gate_lower_bound, 0)`` and beta ``[B, T, H]``, fp32.
+
+        A scaled sigmoid, not a clamp: ``g = bound * sigmoid(exp(A_h) * (f(x) + dt_bias))``.
+        """
+        logit = self._heads(widen(self.f_b_proj(self.f_a_proj(x_BTD))) + self.dt_bias)
+        log_decay = (
+            self.gate_lower_bound * (self.A_log.to(logit.dtype).exp()[:, None] * logit).sigmoid()
+        )
+        return log_decay, widen(self.b_proj(x_BTD)).sigmoid()
+
+    def _delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        documents: Documents,
+        cache: KDACacheLayer | None,
+    ) -> Tensor:
+        ids = documents.new_ids_BT
+        if cache is None and fla_accepts(q):
+            return kda_fla(q, k, v, log_decay, beta, documents)
+        q, k, v = _unit(q) * self.head_dim**-0.5, _unit(k), widen(v)
+        state = None if cache is None else cache.state
+        if state is None:
+            batch = q.shape[0]
+            zeros = q.new_zeros(batch, self.num_heads, self.head_dim, self.head_dim)
+            state = DeltaState(zeros, None if ids is None else ids.new_full((batch,), PADDING))
+        elif ids is not None and state.document_B is None:
+            state = DeltaState(state.value_BHKV, ids.new_zeros(ids.shape[0]))
+        rule = kda_recurrent if q.shape[1] == 1 else kda_chunked
+        output, state = rule(q, k, v, log_decay, beta, state, ids)
+        if cache is not None:
+            cache.state = state
+        return output
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+def _unit(x: Tensor) -> Tensor:
+    wide = widen(x)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _L2_EPS)

@@ -1,0 +1,147 @@
+"""Pieces every K3 layer is built from: F32 islands, RMSNorm, the SiTU MLP, the residual mixer.
+
+Shape letters: ``B`` batch, ``T`` tokens, ``D`` model width, ``...`` any leading dimensions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from k3tune.model.architecture import Architecture
+from k3tune_kernels.attention_residual import attention_residual
+from k3tune_kernels.situ_glu import situ_glu
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in at least fp32: the dtype of K3's F32 islands. fp64 stays fp64 (gradient checks)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """A context in which matmuls keep their operands' dtype on ``x``'s device."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class Float32Module(nn.Module):
+    """A module whose own parameters named in ``float32_parameters`` stay F32.
+
+    The checkpoint stores them in F32, and rounding them to BF16 changes the model. ``.to(dtype)``,
+    ``.bfloat16()`` and the casts of a training engine still move them between devices.
+    """
+
+    float32_parameters: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        kept = {id(self._parameters[name]) for name in self.float32_parameters}
+
+        def move_only(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) in kept and moved.dtype != tensor.dtype:
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(move_only, recurse)
+
+
+class RMSNorm(nn.Module):
+    """``weight * cast(x / sqrt(mean(x^2) + eps))``: normalised in fp32, rounded, then weighted."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimension; shape and dtype are kept."""
+        wide = widen(x)
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normalised.to(x.dtype)
+
+
+class SituMLP(nn.Module):
+    """``down(SiTU-GLU(gate(x), up(x)))``: layer 0's dense MLP and the fused shared experts."""
+
+    def __init__(self, architecture: Architecture, intermediate_size: int, kernels: str) -> None:
+        super().__init__()
+        hidden_size = architecture.hidden_size
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.beta = architecture.activation_situ_beta
+        self.linear_beta = architecture.activation_situ_linear_beta
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``, in the projections' dtype."""
+        activated = situ_glu(
+            self.gate_proj(x),
+            self.up_proj(x),
+            beta=self.beta,
+            linear_beta=self.linear_beta,
+            backend=self.kernels,
+        )
+        return self.down_proj(activated)
+
+
+class ResidualQuery(nn.Module):
+    """Holds a mixer's pseudo-query ``[1, D]`` under its published name."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, size))
+
+
+def mix_residuals(
+    sources: Sequence[Tensor], norm: RMSNorm, query: ResidualQuery, kernels: str
+) -> Tensor:
+    """Attention over the residual bank (K3 tech report, eq. 8 to 10).
+
+    Args:
+        sources: the banked block sums and, last, the running sum; each ``[..., D]``.
+        norm, query: weights of the score; the mixed values are not normalised.
+        kernels: backend of the op.
+
+    Returns:
+        ``[..., D]`` in the sources' dtype, computed in fp32.
+    """
+    return attention_residual(
+        sources, norm.weight, query.weight.flatten(), eps=norm.eps, backend=kernels
+    )
+
+
+class ShortConvolution(Float32Module):
+    """Depthwise causal convolution and SiLU over each document, fp32 inside."""
+
+    float32_parameters = ("weight",)
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, size, dtype=torch.float32))
+
+    @property
+    def context(self) -> int:
+        """Earlier inputs that a token reads."""
+        return self.weight.shape[-1] - 1
+
+    def forward(self, x_BTC: Tensor, past_BPC: Tensor, reach_BTP: Tensor | None) -> Tensor:
+        """``SiLU(sum_j w[c, j] x[t - context + j, c])``.
+
+        Args:
+            x_BTC: inputs.
+            past_BPC: the ``context`` inputs before them (zeros at a sequence's start).
+            reach_BTP: whether the token ``context - j`` back belongs to the same document, bool
+                ``[B, T, context]``; None when every row is one document.
+
+        Returns:
+            ``[B, T, C]`` in the dtype of ``x_BTC``.
+        """
+        padded = torch.cat([past_BPC, x_BTC], dim=1)
+        length, weight = x_BTC.shape[1], self.weight[:, 0]
+        total = widen(x_BTC) * weight[:, -1]
+        for back in range(self.context):
+            term = widen(padded[:, back : back + length]) * weight[:, back]
+            total = total + (term if reach_BTP is None else term * reach_BTP[:, :, back, None])
+        return F.silu(total).to(x_BTC.dtype)

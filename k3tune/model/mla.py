@@ -1,0 +1,105 @@
+"""Gated multi-head latent attention without positions.
+
+Shape letters: ``B`` batch, ``T`` new tokens, ``S`` all tokens, ``D`` model width, ``H`` heads,
+``K`` / ``V`` query-key / value head width, ``L`` latent width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from k3tune.model.architecture import Architecture
+from k3tune.model.cache import MLACacheLayer
+from k3tune.model.documents import Documents
+from k3tune.model.layers import RMSNorm
+
+# Queries attended at once: bounds the mask and, where no fused kernel applies, the scores.
+_QUERY_BLOCK = 1024
+
+
+class GatedMLA(nn.Module):
+    """Full attention of 24 of K3's 93 layers (tech report, section 2.1.2)."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden_size, heads = architecture.hidden_size, architecture.num_attention_heads
+        self.num_heads = heads
+        self.kv_lora_rank = architecture.kv_lora_rank
+        self.nope_dim, self.rope_dim = architecture.qk_nope_head_dim, architecture.qk_rope_head_dim
+        self.v_head_dim = architecture.v_head_dim
+        eps = architecture.mla_norm_eps
+        self.q_a_proj = nn.Linear(hidden_size, architecture.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(architecture.q_lora_rank, eps)
+        self.q_b_proj = nn.Linear(
+            architecture.q_lora_rank, heads * architecture.qk_head_dim, bias=False
+        )
+        self.kv_a_proj_with_mqa = nn.Linear(
+            hidden_size, self.kv_lora_rank + self.rope_dim, bias=False
+        )
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, eps)
+        self.kv_b_proj = nn.Linear(
+            self.kv_lora_rank, heads * (self.nope_dim + self.v_head_dim), bias=False
+        )
+        self.g_proj = nn.Linear(hidden_size, heads * self.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.v_head_dim, hidden_size, bias=False)
+
+    def forward(
+        self, x_BTD: Tensor, documents: Documents, cache: MLACacheLayer | None = None
+    ) -> Tensor:
+        """``[B, T, D]`` to ``[B, T, D]``; reads and extends ``cache`` when there is one."""
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+        q_BHTK = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        latent, shared = self.kv_a_proj_with_mqa(x_BTD).split(
+            [self.kv_lora_rank, self.rope_dim], dim=-1
+        )
+        compressed = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+        if cache is not None:
+            compressed = cache.extend(compressed)
+        k_BHSK, v_BHSV = self._expand(compressed)
+        attended = _attend(q_BHTK, k_BHSK, v_BHSV, documents)
+        gated = attended.transpose(1, 2).flatten(2) * self.g_proj(x_BTD).sigmoid()
+        return self.o_proj(gated)
+
+    def _expand(self, compressed_BSL: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads; the un-normalised part is shared by the heads."""
+        latent, shared = compressed_BSL.split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k, v = expanded.split([self.nope_dim, self.v_head_dim], dim=-1)
+        shared = shared[:, None].expand(-1, self.num_heads, -1, -1).to(k.dtype)
+        return torch.cat([k, shared], dim=-1), v
+
+
+def _attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, documents: Documents) -> Tensor:
+    """Causal attention inside documents, block by block over the queries; ``[B, H, T, V]``."""
+    length, total = q_BHTK.shape[2], k_BHSK.shape[2]
+    past, ids = total - length, documents.ids_BS
+    outputs = []
+    for start in range(0, length, _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, length)
+        visible = past + stop
+        mask = _visible(past + start, visible, ids, q_BHTK.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q_BHTK[:, :, start:stop],
+                k_BHSK[:, :, :visible],
+                v_BHSV[:, :, :visible],
+                attn_mask=mask,
+            )
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _visible(start: int, stop: int, ids_BS: Tensor | None, device: torch.device) -> Tensor | None:
+    """Which of the keys before ``stop`` the queries ``start..stop`` see; None when all.
+
+    Returns:
+        bool ``[queries, keys]``, or ``[B, 1, queries, keys]`` with documents.
+    """
+    if ids_BS is None and stop - start == 1:
+        return None
+    keys = torch.arange(stop, device=device)
+    causal = keys[start:, None] >= keys[None, :]
+    if ids_BS is None:
+        return causal
+    same = ids_BS[:, start:stop, None] == ids_BS[:, None, :stop]
+    return (causal & same)[:, None]

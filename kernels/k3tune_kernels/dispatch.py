@@ -1,0 +1,122 @@
+"""Which implementation of an op runs, decided in one place and queryable.
+
+An op calls :func:`choose` with its tensors and acts on the answer. The choice depends on the device
+and dtype of the tensors and on the machine alone, never on timing: equal inputs take equal paths in
+every process.
+"""
+
+import importlib.util
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+BACKENDS = ("auto", "triton", "reference")
+
+# Ops with Triton kernels, and the dtypes (of the first tensor an op passes) those kernels take.
+TRITON_DTYPES: dict[str, tuple[torch.dtype, ...]] = {}
+
+# bf16 tensor-core instructions begin here.
+_LOWEST_CUDA_CAPABILITY = (8, 0)
+
+
+class Choice(NamedTuple):
+    """The backend an op runs on, and the reason in words."""
+
+    backend: str
+    reason: str
+
+
+_last_choice: dict[str, Choice] = {}
+
+
+def choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
+    """Decide the backend of one call.
+
+    Args:
+        op: name of the op, as in :data:`TRITON_DTYPES`.
+        backend: ``"auto"`` takes Triton where it can run, else the reference; other names insist.
+        *tensors: what the op computes on; the dtype of the first decides, the device of all.
+
+    Returns:
+        ``"triton"`` or ``"reference"``.
+
+    Raises:
+        ValueError: for an unknown name, or for ``"triton"`` where it cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: expected backend to be one of {BACKENDS}, found {backend!r}")
+    if backend == "reference":
+        choice = Choice("reference", "asked for")
+    else:
+        obstacle = _obstacle_to_triton(op, tensors)
+        if obstacle is None and backend == "auto":
+            obstacle = _obstacle_to_choosing_interpreter(tensors)
+        if obstacle is None:
+            choice = Choice("triton", "asked for" if backend == "triton" else "can run here")
+        elif backend == "triton":
+            raise ValueError(
+                f"{op}: backend 'triton' was asked for, but {obstacle}; use 'auto' or 'reference'"
+            )
+        else:
+            choice = Choice("reference", obstacle)
+    _last_choice[op] = choice
+    return choice.backend
+
+
+def explain(op: str | None = None) -> Choice | dict[str, Choice] | None:
+    """What the last call of an op ran on, and why.
+
+    Args:
+        op: name of the op; ``None`` asks for all of them.
+
+    Returns:
+        The last :class:`Choice` of ``op`` (``None`` if it was not called yet), or a dict of all.
+    """
+    return dict(_last_choice) if op is None else _last_choice.get(op)
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its CPU interpreter (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")
+
+
+@cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _obstacle_to_triton(op: str, tensors: tuple[torch.Tensor, ...]) -> str | None:
+    """Why Triton cannot run this call, or ``None``."""
+    assert tensors, f"{op}: choose() needs at least one tensor"
+    if op not in TRITON_DTYPES:
+        return "this op has no Triton kernel"
+    if not _triton_installed():
+        return "triton is not installed"
+    if tensors[0].dtype not in TRITON_DTYPES[op]:
+        served = ", ".join(str(dtype) for dtype in TRITON_DTYPES[op])
+        return f"its Triton kernel takes {served}, found {tensors[0].dtype}"
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        return f"the tensors lie on {len(devices)} devices: {sorted(map(str, devices))}"
+    device = tensors[0].device
+    if device.type == "cpu":
+        return (
+            None if interpreting() else "the tensors are on the CPU and TRITON_INTERPRET is unset"
+        )
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if interpreting():
+        return "TRITON_INTERPRET=1 runs CPU tensors only"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < _LOWEST_CUDA_CAPABILITY:
+        return f"it needs compute capability {_LOWEST_CUDA_CAPABILITY}, {device} has {capability}"
+    return None
+
+
+def _obstacle_to_choosing_interpreter(tensors: tuple[torch.Tensor, ...]) -> str | None:
+    """Triton's interpreter is wrong in bf16 as shipped, so ``auto`` must not land on it."""
+    if tensors[0].device.type == "cpu" and tensors[0].dtype is not torch.float32:
+        return "Triton's interpreter computes bf16 wrongly; only an explicit 'triton' takes it"
+    return None

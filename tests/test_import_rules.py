@@ -1,0 +1,229 @@
+"""Who may import whom. The table is the rule; packages that do not exist yet are held to it too."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LEAVES = {"errors", "files", "lazy"}
+
+
+class Rule(NamedTuple):
+    """What a part of the repository may import beside the standard library and itself."""
+
+    own: frozenset[str]
+    third_party: frozenset[str]
+
+
+def rule(own: str = "", third_party: str = "") -> Rule:
+    return Rule(frozenset(own.split()), frozenset(third_party.split()))
+
+
+RULES = {
+    "kernels": rule("", "torch triton"),
+    "errors": rule(),
+    "files": rule("errors"),
+    "lazy": rule(),
+    "arguments": rule("errors"),
+    "quant": rule("kernels errors lazy", "torch"),
+    "model": rule(
+        "quant kernels errors files lazy",
+        "torch transformers safetensors huggingface_hub tqdm fla",
+    ),
+    "lora": rule(
+        "model quant kernels errors files lazy", "torch transformers safetensors peft tqdm"
+    ),
+    "data": rule("arguments errors files lazy", "torch datasets transformers tiktoken"),
+    "parallel": rule(
+        "model lora quant kernels errors files lazy", "torch transformers safetensors deepspeed"
+    ),
+    "monitor": rule("errors files lazy", "torch numpy safetensors matplotlib"),
+    # the two modules of model that need the standard library alone
+    "plan": rule("errors files lazy model.architecture model.tensor_table", "numpy"),
+    "train": rule(
+        "arguments quant model lora data parallel monitor plan kernels errors files lazy",
+        "torch transformers safetensors datasets deepspeed accelerate trl numpy",
+    ),
+    "rl": rule(
+        "arguments quant model lora data parallel monitor plan train kernels errors files lazy",
+        "torch transformers safetensors datasets deepspeed accelerate trl numpy httpx",
+    ),
+    "recipes": rule("arguments data lora model monitor plan rl train errors", "trl"),
+    # the front doors: they resolve names, and import what these need only when asked
+    "": rule("model lora quant lazy"),
+    "cli": rule(
+        "arguments data lora model monitor plan rl train quant errors files", "typer torch"
+    ),
+}
+AT_MODULE_LEVEL = {
+    "": rule("lazy"),
+    "cli": rule("arguments errors files", "typer"),
+    "model.__init__": rule("lazy"),
+    "quant.__init__": rule("lazy"),
+}
+WITHOUT_TORCH = ["k3tune.model.architecture", "k3tune.model.tensor_table", "k3tune.cli"]
+
+
+class Import(NamedTuple):
+    """One imported name: the module it comes from, and whether importing the file imports it."""
+
+    file: Path
+    line: int
+    module: str
+    eager: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def module_of(file: Path) -> str:
+    """``k3tune/model/mla.py`` -> ``k3tune.model.mla``; ``kernels/`` and ``recipes/`` hold no path."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "kernels" else parts)
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    eager = set(map(id, eager_nodes(tree)))
+    package = module_of(file).split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            # "from k3tune import model" imports k3tune.model
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(file, node.lineno, name, id(node) in eager)
+
+
+def eager_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when the file is imported: not in functions, nor for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not deferred and not typing_only:
+            yield node
+            yield from eager_nodes(node)
+
+
+def owner_of(module: str) -> str | None:
+    """The key of RULES a module of this repository falls under; None for other modules."""
+    top, *rest = module.split(".")
+    if top == "k3tune_kernels":
+        return "kernels"
+    if top in ("recipes", "scripts", "tests"):
+        return top
+    if top != "k3tune":
+        return None
+    return rest[0] if rest and (rest[0] in RULES or exists(rest[0])) else ""
+
+
+def exists(part: str) -> bool:
+    return (ROOT / "k3tune" / part).is_dir() or (ROOT / "k3tune" / f"{part}.py").is_file()
+
+
+def violation(found: Import, allowed: Rule, owner: str) -> str | None:
+    target = owner_of(found.module)
+    if target is None:
+        top = found.module.split(".")[0]
+        fine = top in sys.stdlib_module_names or top in allowed.third_party
+    else:
+        inner = found.module.removeprefix("k3tune.")
+        by_module = any(inner == name or inner.startswith(name + ".") for name in allowed.own)
+        fine = target == owner or target in allowed.own or by_module
+    return None if fine else f"{found.place}: not allowed in {owner or 'k3tune/__init__.py'}"
+
+
+def library_files() -> list[Path]:
+    folders = ("k3tune", "kernels/k3tune_kernels", "recipes")
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def test_every_import_is_in_the_table():
+    problems = []
+    for file in library_files():
+        owner = owner_of(module_of(file).removesuffix(".__init__"))
+        assert owner in RULES, f"{file.relative_to(ROOT)} has no rule: add one for {owner!r}"
+        problems += [violation(found, RULES[owner], owner) for found in imports_of(file)]
+    assert not list(filter(None, problems)), "\n".join(filter(None, problems))
+
+
+@pytest.mark.parametrize("part", AT_MODULE_LEVEL)
+def test_front_doors_import_nothing_heavy_at_module_level(part):
+    file = ROOT / "k3tune" / f"{part.replace('.', '/') or '__init__'}.py"
+    owner = part.removesuffix(".__init__")
+    problems = [
+        violation(found, AT_MODULE_LEVEL[part], "-") for found in imports_of(file) if found.eager
+    ]
+    assert not list(filter(None, problems)), (owner, problems)
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ("kernels", "import k3tune.errors"),
+        ("model", "from k3tune.lora import inject"),
+        ("model", "from k3tune import parallel"),
+        ("model", "import peft"),
+        ("train", "import peft"),
+        ("data", "from k3tune.model import K3Config"),
+        ("plan", "import torch"),
+        ("plan", "from k3tune.model.modeling import K3Model"),
+        ("train", "from k3tune.rl import rollout"),
+        ("monitor", "from k3tune.train import sft"),
+        ("rl", "import recipes.grpo"),
+        ("quant", "from tests.closeness import assert_close"),
+        ("lora", "import deepspeed"),
+    ],
+)
+def test_the_table_forbids(part, line, tmp_path):
+    [node] = ast.parse(line).body
+    name = (
+        node.names[0].name
+        if isinstance(node, ast.Import)
+        else f"{node.module}.{node.names[0].name}"
+    )
+    assert violation(Import(ROOT / "x.py", 1, name, True), RULES[part], part)
+
+
+def in_fresh_interpreter(code: str, repository: Path) -> dict:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout)
+
+
+LOADED = """
+import json, os, sys
+sys.path[:0] = [".", "kernels"]
+before = dict(os.environ)
+import {module}
+heavy = ("torch", "triton", "deepspeed", "transformers", "peft", "trl", "numpy")
+print(json.dumps({{
+    "heavy": [name for name in heavy if name in sys.modules],
+    "environment": sorted(set(before.items()) ^ set(os.environ.items())),
+}}))
+"""
+
+
+@pytest.mark.parametrize("module", ["k3tune", "k3tune.model", "k3tune.quant", *WITHOUT_TORCH])
+def test_import_loads_nothing_heavy_and_leaves_the_environment_alone(module, repository):
+    loaded = in_fresh_interpreter(LOADED.format(module=module), repository)
+    assert loaded == {"heavy": [], "environment": []}
+
+
+def test_the_model_imports_without_triton_or_deepspeed(repository):
+    loaded = in_fresh_interpreter(LOADED.format(module="k3tune.model.modeling"), repository)
+    assert "triton" not in loaded["heavy"] and "deepspeed" not in loaded["heavy"]
+    assert loaded["environment"] == []
