@@ -49,11 +49,14 @@ def inspect(
 
     Config and index are enough. Exits with 1 if a problem was found.
     """
-    from k3tune.model.hub import resolve_checkpoint
-    from k3tune.model.inspection import inspect_checkpoint
+    from k3tune.published.inspection import inspect_checkpoint, inspection_json, render_inspection
 
-    inspection = inspect_checkpoint(resolve_checkpoint(path, weights=False))
-    typer.echo(json.dumps(inspection.as_json()) if as_json else inspection.as_text())
+    inspection = inspect_checkpoint(path)
+    typer.echo(
+        json.dumps(inspection_json(inspection), indent=2)
+        if as_json
+        else render_inspection(inspection)
+    )
     if inspection.problems:
         raise typer.Exit(1)
 
@@ -170,8 +173,8 @@ def _load(
     base: str, rows: list[list[int]], source: str, dtype: str, kernels: str
 ) -> "K3ForCausalLM":
     """Load the base, after checking ``rows`` against the vocabulary its config states."""
-    from k3tune.model.architecture import parse_config, read_config
-    from k3tune.model.hub import resolve_checkpoint
+    from k3tune.published.architecture import parse_config, read_config
+    from k3tune.published.hub import resolve_checkpoint
 
     config = read_config(resolve_checkpoint(base, weights=False))
     check_ids(rows, parse_config(config).vocab_size, source)

@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each message says what was expected, what was found, and what to do."""
+"""Errors a user can cause: each says what was expected, what was found, and what to do."""
 
 
 class K3TuneError(ValueError):

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3tune.model.architecture import parse_config
-from k3tune.model.tensor_table import TensorSpec, is_vision, text_tensors
+from k3tune.published.architecture import parse_config
+from k3tune.published.tensor_table import TensorSpec, is_vision, text_tensors
 
 # RMS of the sixteen E2M1 values, drawn evenly.
 _E2M1_RMS = 2.926

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from k3tune.model.architecture import Architecture
 from k3tune.model.kda_rule import DeltaState
+from k3tune.published.architecture import Architecture
 
 RowPick = Callable[[Tensor], Tensor]
 

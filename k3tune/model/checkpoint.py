@@ -10,24 +10,23 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from k3tune.errors import CheckpointError, ConfigError
-from k3tune.model.architecture import parse_config, read_config
-from k3tune.model.hub import resolve_checkpoint
-from k3tune.model.safetensors_files import ShardReader, StoredTensor
-from k3tune.model.survey import Survey, survey_checkpoint
-from k3tune.model.tensor_table import TEXT_PREFIX, TensorSpec, is_vision
-
-if TYPE_CHECKING:
-    from k3tune.model.modeling import K3ForCausalLM
+from k3tune.model.configuration import K3Config
+from k3tune.model.load_report import LoadReport
+from k3tune.model.modeling import K3ForCausalLM
+from k3tune.published.architecture import parse_config, read_config
+from k3tune.published.hub import resolve_checkpoint
+from k3tune.published.safetensors_files import ShardReader, StoredTensor
+from k3tune.published.survey import Survey, survey_checkpoint
+from k3tune.published.tensor_table import TEXT_PREFIX, TensorSpec, is_vision
 
 logger = logging.getLogger(__name__)
 
@@ -40,29 +39,6 @@ _SCALE_NAN = 255
 _STAGING_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load read and what it left out.
-
-    Attributes:
-        tensors: tensors read.
-        bytes_read: payload bytes read from the files, headers not counted.
-        experts: global ids of the local experts, in the order of their rows.
-        expert_tensors_skipped: tensors of other experts, not read.
-        vision_tensors_skipped: image-tower tensors, never read.
-        vision_bytes_skipped: their bytes, as far as their files are there.
-        seconds: time the load took.
-    """
-
-    tensors: int
-    bytes_read: int
-    experts: tuple[int, ...]
-    expert_tensors_skipped: int
-    vision_tensors_skipped: int
-    vision_bytes_skipped: int
-    seconds: float
-
-
 def load_base(
     path: str | Path,
     *,
@@ -70,7 +46,7 @@ def load_base(
     device: torch.device | str | None = None,
     experts: Sequence[int] | None = None,
     kernels: str = "auto",
-) -> "K3ForCausalLM":
+) -> K3ForCausalLM:
     """Load a published K3 checkpoint, frozen and in eval mode.
 
     Args:
@@ -88,9 +64,6 @@ def load_base(
         ConfigError: if the config is not K3's, or ``dtype`` or ``experts`` is not usable.
         CheckpointError: if the files disagree with the config, the index or each other.
     """
-    from k3tune.model.configuration import K3Config
-    from k3tune.model.modeling import K3ForCausalLM
-
     folder = resolve_checkpoint(path)
     published = read_config(folder)
     local_experts = expert_ids(experts, parse_config(published).num_experts)

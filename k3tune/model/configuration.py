@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
-from k3tune.model.architecture import Architecture, parse_config
+from k3tune.published.architecture import Architecture, parse_config
 
 
 class K3TextConfig(PreTrainedConfig):
@@ -51,5 +51,5 @@ class K3Config(PreTrainedConfig):
 
     @property
     def architecture(self) -> Architecture:
-        """The checked sizes (see :func:`k3tune.model.architecture.parse_config`)."""
+        """The checked sizes (see :func:`k3tune.published.architecture.parse_config`)."""
         return parse_config(self.get_text_config().to_dict())

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from k3tune.model.architecture import Architecture
 from k3tune.model.cache import KDACacheLayer, MLACacheLayer
 from k3tune.model.documents import Documents
 from k3tune.model.kda import KimiDeltaAttention
 from k3tune.model.latent_moe import LatentMoE, Routing
 from k3tune.model.layers import ResidualQuery, RMSNorm, SituMLP, mix_residuals
 from k3tune.model.mla import GatedMLA
+from k3tune.published.architecture import Architecture
 
 
 class K3DecoderLayer(GradientCheckpointingLayer):

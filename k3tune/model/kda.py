@@ -7,12 +7,12 @@ and values alike), ``P`` earlier inputs a convolution reads.
 import torch
 from torch import Tensor, nn
 
-from k3tune.model.architecture import Architecture
 from k3tune.model.cache import KDACacheLayer
 from k3tune.model.documents import PADDING, Documents
 from k3tune.model.kda_fla import fla_accepts, kda_fla
 from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
 from k3tune.model.layers import Float32Module, ShortConvolution, widen, without_autocast
+from k3tune.published.architecture import Architecture
 
 # The released model normalises queries and keys by sqrt(sum(x^2) + 1e-6).
 _L2_EPS = 1e-6

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from k3tune.model.architecture import GROUP_SIZE, Architecture
 from k3tune.model.layers import Float32Module, RMSNorm, SituMLP, widen, without_autocast
+from k3tune.published.architecture import GROUP_SIZE, Architecture
 from k3tune_kernels.moe_lora import LoraFactors, MoELora, PackedWeight, Situ, moe_lora
 
 

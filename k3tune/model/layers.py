@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from k3tune.model.architecture import Architecture
+from k3tune.published.architecture import Architecture
 from k3tune_kernels.attention_residual import attention_residual
 from k3tune_kernels.situ_glu import situ_glu
 

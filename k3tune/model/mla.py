@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from k3tune.model.architecture import Architecture
 from k3tune.model.cache import MLACacheLayer
 from k3tune.model.documents import Documents
 from k3tune.model.layers import RMSNorm
+from k3tune.published.architecture import Architecture
 
 # Queries attended at once: bounds the mask and, where no fused kernel applies, the scores.
 _QUERY_BLOCK = 1024

@@ -22,6 +22,7 @@ from k3tune.model.documents import Documents, FrontPadding, find_documents
 from k3tune.model.initialization import initialize
 from k3tune.model.latent_moe import Routing
 from k3tune.model.layers import ResidualQuery, RMSNorm, mix_residuals
+from k3tune.model.load_report import LoadReport
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
 
 Replay = Mapping[int, Routing | Tensor]
@@ -247,7 +248,12 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
         experts: global ids of the routed experts this process holds, in row order; None for all.
             Tokens routed to others get nothing from them here.
         kernels: backend of every op (see ``k3tune_kernels.dispatch.BACKENDS``).
+
+    Attributes:
+        load_report: what reading the checkpoint took, once :func:`~k3tune.load_base` filled it.
     """
+
+    load_report: LoadReport | None = None
 
     def __init__(
         self, config: K3Config, *, experts: Sequence[int] | None = None, kernels: str = "auto"

@@ -1,8 +1,8 @@
 """Compile Triton kernels for GPUs that are not present, and read what came out.
 
-Every op lists its kernels as :class:`Specialization`; the tests and the table in ``kernels/README.md``
-compile that list. Needs no GPU: Triton bundles the assemblers. A process with ``TRITON_INTERPRET=1``
-cannot compile.
+Every op lists its kernels as :class:`Specialization`; the tests and the table of
+``kernels/README.md`` compile that list. Needs no GPU: Triton bundles the assemblers. A process with
+``TRITON_INTERPRET=1`` cannot compile.
 """
 
 import re

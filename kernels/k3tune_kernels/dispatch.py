@@ -15,7 +15,12 @@ import torch
 BACKENDS = ("auto", "triton", "reference")
 
 # Ops with Triton kernels, and the dtypes (of the first tensor an op passes) those kernels take.
-TRITON_DTYPES: dict[str, tuple[torch.dtype, ...]] = {}
+TRITON_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "moe_lora": (torch.bfloat16, torch.float32),
+    "situ_glu": (torch.bfloat16, torch.float32),
+    "attention_residual": (torch.bfloat16, torch.float32),
+    "linear_cross_entropy": (torch.bfloat16, torch.float32),
+}
 
 # bf16 tensor-core instructions begin here.
 _LOWEST_CUDA_CAPABILITY = (8, 0)

@@ -4,46 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention_residual_cases import EPS, exact, inputs, names, run
 from closeness import assert_close
 from k3tune_kernels.attention_residual import attention_residual
-
-EPS = 1e-5
-
-
-def written_out(sources, norm_weight, query_weight):
-    stack = torch.stack(sources)
-    scores = (stack * norm_weight * query_weight).sum(-1)
-    scores = scores * torch.rsqrt(stack.square().mean(-1) + EPS)
-    return (torch.softmax(scores, 0)[..., None] * stack).sum(0)
-
-
-def inputs(num_sources, shape, *, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(num_sources)
-    sources = [
-        (torch.randn(shape, generator=generator, dtype=torch.float64) * (1 + i)).to(dtype)
-        for i in range(num_sources)
-    ]
-    norm_weight = 1 + 0.3 * torch.randn(shape[-1], generator=generator, dtype=torch.float64)
-    query_weight = 0.3 * torch.randn(shape[-1], generator=generator, dtype=torch.float64)
-    grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    leaves = [x.requires_grad_() for x in (*sources, norm_weight.to(dtype), query_weight.to(dtype))]
-    return leaves, grad
-
-
-def run(leaves, grad, backend="reference"):
-    *sources, norm_weight, query_weight = leaves
-    mix = attention_residual(sources, norm_weight, query_weight, eps=EPS, backend=backend)
-    return mix, *torch.autograd.grad(mix, leaves, grad)
-
-
-def exact(leaves, grad):
-    leaves = [x.detach().double().requires_grad_() for x in leaves]
-    mix = written_out(leaves[:-2], *leaves[-2:])
-    return mix, *torch.autograd.grad(mix, leaves, grad.double())
-
-
-def names(num_sources):
-    return ["mix", *(f"ds{i}" for i in range(num_sources)), "dnorm", "dquery"]
 
 
 @pytest.mark.parametrize("num_sources", [1, 2, 9])

@@ -8,41 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from closeness import assert_close
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
-
-IGNORED = -100
-
-
-def written_out(hidden, weight, targets):
-    return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
-
-
-def inputs(num_tokens, width, vocabulary, *, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(vocabulary)
-    hidden = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
-    weight = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64) * 0.5
-    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
-    targets[1::5] = IGNORED
-    grad = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
-    return (
-        hidden.to(dtype).requires_grad_(),
-        weight.to(dtype).requires_grad_(),
-        targets,
-        grad.to(torch.promote_types(dtype, torch.float32)),
-    )
-
-
-def run(hidden, weight, targets, grad, *, chunk_tokens=7, backend="reference"):
-    nll = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens, backend=backend)
-    return nll, *torch.autograd.grad(nll, (hidden, weight), grad)
-
-
-def exact(hidden, weight, targets, grad):
-    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    nll = written_out(hidden, weight, targets)
-    return nll, *torch.autograd.grad(nll, (hidden, weight), grad.double())
-
-
-NAMES = ("nll", "dhidden", "dweight")
+from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 21, 63, 1024])

@@ -5,36 +5,7 @@ import torch
 
 from closeness import assert_close
 from k3tune_kernels.situ_glu import situ_glu
-
-BOUNDS = {"beta": 4.0, "linear_beta": 25.0}
-NAMES = ("h", "dgate", "dup")
-
-
-def written_out(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
-
-
-def inputs(shape, *, gate_scale=3.0, up_scale=20.0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(3)
-    gate = torch.randn(shape, generator=generator, dtype=torch.float64) * gate_scale
-    up = torch.randn(shape, generator=generator, dtype=torch.float64) * up_scale
-    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return (
-        gate.to(dtype).requires_grad_(),
-        up.to(dtype).requires_grad_(),
-        grad.to(dtype),
-    )
-
-
-def run(gate, up, grad, backend="reference"):
-    out = situ_glu(gate, up, **BOUNDS, backend=backend)
-    return out, *torch.autograd.grad(out, (gate, up), grad)
-
-
-def exact(gate, up, grad):
-    gate, up = (x.detach().double().requires_grad_() for x in (gate, up))
-    out = written_out(gate, up)
-    return out, *torch.autograd.grad(out, (gate, up), grad.double())
+from situ_glu_cases import BOUNDS, NAMES, exact, inputs, run, saturated
 
 
 def test_situ_glu_equals_the_equation_in_fp64():
@@ -61,12 +32,8 @@ def test_fp32_value_and_gradients_are_within_1e_6_of_fp64():
 @pytest.mark.parametrize("gate_sign", [1, -1])
 @pytest.mark.parametrize("up_sign", [1, -1])
 def test_saturated_values_and_gradients_are_finite_and_within_1e_6(gate_sign, up_sign):
-    gate = (gate_sign * torch.linspace(40.5, 60, 1000)).requires_grad_()
-    up = (up_sign * torch.linspace(251, 400, 1000)).requires_grad_()
-    grad = torch.ones(1000)
-    for name, actual, expected in zip(
-        NAMES, run(gate, up, grad), exact(gate, up, grad), strict=True
-    ):
+    case = saturated(gate_sign, up_sign)
+    for name, actual, expected in zip(NAMES, run(*case), exact(*case), strict=True):
         assert_close(name, actual, expected, max_rel=1e-6, rms_rel=1e-6)
 
 

@@ -15,8 +15,8 @@ from checkpoints import ODD_SHAPES, build_checkpoint, make_config, make_weights,
 from k3tune.model.checkpoint import load_base, load_weights
 from k3tune.model.configuration import K3Config
 from k3tune.model.modeling import K3ForCausalLM
-from k3tune.model.safetensors_files import ShardReader, read_header
-from k3tune.model.survey import survey_checkpoint
+from k3tune.published.safetensors_files import ShardReader, read_header
+from k3tune.published.survey import survey_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ODD_SHAPES["three_heads_seven_experts"]
@@ -191,9 +191,7 @@ def test_a_trainable_parameter_stays_trainable(tmp_path):
 
 MEASURE = """
 import sys
-import k3tune.model
-import k3tune.model.modeling
-from k3tune.model.checkpoint import load_base
+from k3tune.model import load_base
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 BLOCK_V = 8192
-NUM_WARPS = 8
+# Triton 3.10 turns fp fusion off by default.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -77,6 +78,6 @@ def cross_entropy_(
             ignore_index,
             WITH_GRADIENT=with_gradient,
             BLOCK_V=BLOCK_V,
-            num_warps=NUM_WARPS,
+            **OPTIONS,
         )
     return nll_C

@@ -26,6 +26,7 @@ def moe_lora(
     *,
     situ: Situ,
     local_experts: torch.Tensor | None = None,
+    keep_gate_up: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Weighted sum of each token's experts.
@@ -48,6 +49,8 @@ def moe_lora(
         situ: :class:`Situ`, the bounds of the activation.
         local_experts: int64 ``[E]``, the global id of each local expert; ids of ``expert_ids_NA``
             that are not among them contribute nothing. ``None``: ids are rows of the weights.
+        keep_gate_up: spend ``2 N A F`` values of memory to spare the backward of the Triton kernels
+            one gate+up product (the reference always keeps them).
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Returns:
@@ -61,13 +64,12 @@ def moe_lora(
     weights = (PackedWeight(*gate), PackedWeight(*up), PackedWeight(*down))
     factors = MoELora(*(None if f is None else LoraFactors(*f) for f in lora or MoELora()))
     check_operands(x_ND, expert_ids_NA, expert_weights_NA, weights, factors, local_experts)
-    dispatch.choose("moe_lora", backend, x_ND, expert_ids_NA, expert_weights_NA, *weights[0])
-    return moe_lora_reference(
-        x_ND,
-        expert_ids_NA,
-        expert_weights_NA,
-        *weights,
-        factors,
-        situ=Situ(*situ),
-        local_experts=local_experts,
+    operands = (x_ND, expert_ids_NA, expert_weights_NA, *weights, factors)
+    chosen = dispatch.choose("moe_lora", backend, *operands[:3], *weights[0])
+    if chosen == "reference":
+        return moe_lora_reference(*operands, situ=Situ(*situ), local_experts=local_experts)
+    from k3tune_kernels.moe_lora.triton_op import moe_lora_triton
+
+    return moe_lora_triton(
+        *operands, situ=Situ(*situ), local_experts=local_experts, keep_gate_up=keep_gate_up
     )

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from k3tune_kernels.moe_lora.operands import LoraFactors, MoELora, PackedWeight, Situ
+from k3tune_kernels.moe_lora.routing import local_rows
 from k3tune_kernels.mxfp4.reference import decode
 from k3tune_kernels.situ_glu import situ_glu
 
@@ -61,18 +62,6 @@ def moe_lora_reference(
             factors = [t for f in lora if f is not None for t in (f.A, f.B)]
             out_ND = _Touch.apply(out_ND, x_ND, expert_weights_NA, *factors)
     return out_ND.to(x_ND.dtype)
-
-
-def local_rows(
-    expert_ids: torch.Tensor, num_experts: int, local_experts: torch.Tensor | None
-) -> torch.Tensor:
-    """Row of the local weights for each id, ``num_experts`` where there is none; no sync."""
-    ids = expert_ids.long()
-    if local_experts is None:
-        return torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    sorted_ids, row_of_sorted = local_experts.sort()
-    place = torch.searchsorted(sorted_ids, ids).clamp(max=num_experts - 1)
-    return torch.where(sorted_ids[place] == ids, row_of_sorted[place], num_experts)
 
 
 def _expert_views(

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-NUM_WARPS = 4
+# Triton 3.10 turns fp fusion off by default.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def forward(
             BETA=beta,
             LINEAR_BETA=linear_beta,
             BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            **OPTIONS,
         )
     return out
 
@@ -159,6 +160,6 @@ def backward(
             BETA=beta,
             LINEAR_BETA=linear_beta,
             BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            **OPTIONS,
         )
     return d_gate, d_up

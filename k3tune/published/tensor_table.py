@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from k3tune.model.architecture import GROUP_SIZE, Architecture
+from k3tune.published.architecture import GROUP_SIZE, Architecture
 
 TEXT_PREFIX = "language_model."
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
@@ -59,9 +59,9 @@ def is_vision(name: str) -> bool:
 
 def parameter_count(name: str, shape: tuple[int, ...]) -> int:
     """Weights a stored tensor stands for: two a packed byte, none for a scale."""
-    if name.endswith(".weight_scale"):
+    if name.endswith("weight_scale"):
         return 0
-    return math.prod(shape) * (2 if name.endswith(".weight_packed") else 1)
+    return math.prod(shape) * (2 if name.endswith("weight_packed") else 1)
 
 
 def text_tensors(architecture: Architecture) -> dict[str, TensorSpec]:

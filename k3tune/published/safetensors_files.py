@@ -85,6 +85,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def pickle_message(file: Path) -> str:
+    """Why a pickle is refused."""
+    return (
+        f"{file}: expected safetensors, found a pickle: loading one runs its code, so k3tune "
+        "refuses it; use the safetensors files as published"
+    )
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read and check a file's header; the tensors must fill the file exactly.
 
@@ -121,10 +129,7 @@ def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
     ):
         return length
     if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        raise CheckpointError(
-            f"{file}: expected safetensors, found a pickle: loading one runs its code, so k3tune "
-            "refuses it; use the safetensors files as published"
-        )
+        raise CheckpointError(pickle_message(file))
     if length > _MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{file}: expected a safetensors header of at most {_MAX_HEADER_BYTES} bytes, found "

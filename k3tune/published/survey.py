@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from k3tune.errors import CheckpointError
-from k3tune.model.architecture import Architecture, parse_config, read_config
-from k3tune.model.safetensors_files import (
+from k3tune.published.architecture import Architecture, parse_config, read_config
+from k3tune.published.safetensors_files import (
     INDEX_NAME,
     SINGLE_NAME,
     StoredTensor,
+    pickle_message,
     read_header,
     read_json,
 )
-from k3tune.model.tensor_table import TensorSpec, is_vision, text_tensors
+from k3tune.published.tensor_table import TensorSpec, is_vision, text_tensors
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Half a million tensors can be missing for one reason; a list of them helps nobody.
@@ -36,7 +37,6 @@ class Survey:
         listed: tensor name -> file name as the index says; None without an index.
         stored: tensor name -> place, from the headers of the files that are there. Image-tower
             tensors are here only as far as their files are there and sound.
-        total_size: payload bytes the index claims, if it does.
         problems: everything wrong, as sentences with file, tensor, expected and found.
     """
 
@@ -46,7 +46,6 @@ class Survey:
     expected: dict[str, TensorSpec]
     listed: dict[str, str] | None = None
     stored: dict[str, StoredTensor] = field(default_factory=dict)
-    total_size: int | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -81,8 +80,7 @@ def survey_checkpoint(folder: str | Path) -> Survey:
     expected = text_tensors(architecture)
     index = folder / INDEX_NAME
     if index.is_file():
-        listed, total_size = _read_index(index)
-        survey = Survey(folder, config, architecture, expected, listed, total_size=total_size)
+        survey = Survey(folder, config, architecture, expected, _read_index(index))
         _read_shards(survey)
         _compare_names(survey, index)
     else:
@@ -92,7 +90,7 @@ def survey_checkpoint(folder: str | Path) -> Survey:
     return survey
 
 
-def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
+def _read_index(index: Path) -> dict[str, str]:
     try:
         table = read_json(index.read_bytes(), index)
     except OSError as error:
@@ -105,22 +103,13 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
         )
     for file in sorted(set(listed.values())):
         if file.endswith(_PICKLE_SUFFIXES):
-            raise CheckpointError(_pickle_message(index.parent / file))
+            raise CheckpointError(pickle_message(index.parent / file))
         # a name with a folder in it could point anywhere on the machine
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{index}: expected names of safetensors files in the same folder, found {file!r}"
             )
-    metadata = table.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return listed, total if type(total) is int else None
-
-
-def _pickle_message(file: Path) -> str:
-    return (
-        f"{file}: expected safetensors, found a pickle: loading one runs its code, so k3tune "
-        "refuses it; use the safetensors files as published"
-    )
+    return listed
 
 
 def _read_single(survey: Survey) -> None:
@@ -134,17 +123,20 @@ def _read_single(survey: Survey) -> None:
             return
         _compare_names(survey, file)
         return
-    pickles = sorted(
-        path for path in survey.folder.iterdir() if path.name.endswith(_PICKLE_SUFFIXES)
-    )
     shards = sorted(survey.folder.glob("model-*.safetensors"))
     if shards:
         survey.problems.append(
             f"{survey.folder / INDEX_NAME}: expected beside {shards[0].name} and "
             f"{len(shards) - 1} more, found no such file: download the index"
         )
-    elif pickles:
-        survey.problems.append(_pickle_message(pickles[0]))
+    else:
+        _report_pickles(survey)
+
+
+def _report_pickles(survey: Survey) -> None:
+    """In a folder without safetensors, say so of weights in a form that is refused."""
+    pickles = [path for path in survey.folder.iterdir() if path.name.endswith(_PICKLE_SUFFIXES)]
+    survey.problems.extend(map(pickle_message, sorted(pickles)[:1]))
 
 
 def _read_shards(survey: Survey) -> None:
@@ -154,6 +146,7 @@ def _read_shards(survey: Survey) -> None:
     for name, file in survey.listed.items():
         by_file.setdefault(file, []).append(name)
     if not any((survey.folder / file).is_file() for file in by_file):
+        _report_pickles(survey)
         return
     headers: dict[str, dict[str, StoredTensor]] = {}
     for file, names in sorted(by_file.items()):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints import ODD_SHAPES, make_config
-from k3tune.model.architecture import parse_config
-from k3tune.model.safetensors_files import read_header, tensor_bytes
-from k3tune.model.tensor_table import (
+from k3tune.published.architecture import parse_config
+from k3tune.published.safetensors_files import read_header, tensor_bytes
+from k3tune.published.tensor_table import (
     GROUPS,
     is_vision,
     parameter_count,

@@ -1,0 +1,198 @@
+"""The model's contract: loss, logits, routing, names, what it refuses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from k3tune.errors import ConfigError
+from k3tune.model import K3Config, K3ForCausalLM, load_base
+from k3tune.model.latent_moe import PackedProjection
+from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
+
+
+@pytest.fixture(scope="module")
+def model(fixtures):
+    return load_base(fixtures / "k3_tiny", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 316, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+def expected_loss(model, ids, labels) -> torch.Tensor:
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def test_labels_give_the_mean_next_token_loss_and_no_logits(model, ids):
+    labels = ids.clone()
+    labels[0, :4] = -100
+    output = model(ids, labels=labels)
+    assert output.logits is None and output.past_key_values is None
+    targets = (labels[:, 1:] != -100).sum()
+    torch.testing.assert_close(output.loss, expected_loss(model, ids, labels) / targets)
+
+
+@torch.no_grad()
+def test_num_items_in_batch_divides_the_summed_loss(model, ids):
+    total = expected_loss(model, ids, ids)
+    for count in (100, torch.tensor(100)):
+        loss = model(ids, labels=ids, num_items_in_batch=count).loss
+        torch.testing.assert_close(loss, total / 100)
+
+
+@torch.no_grad()
+def test_return_logits_gives_both(model, ids):
+    output = model(ids, labels=ids, return_logits=True)
+    assert output.loss is not None
+    assert torch.equal(output.logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_logits_to_keep_takes_a_count_or_positions(model, ids):
+    logits = model(ids).logits
+    assert torch.allclose(model(ids, logits_to_keep=3).logits, logits[:, -3:], atol=1e-5)
+    kept = torch.tensor([0, 4, 5])
+    assert torch.allclose(model(ids, logits_to_keep=kept).logits, logits[:, kept], atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_loss_never_holds_more_than_a_chunk_of_logits(model, monkeypatch, ids):
+    seen = []
+
+    def recorded(hidden, weight, targets, **options):
+        seen.append((hidden.shape, options))
+        return linear_cross_entropy(hidden, weight, targets, **options)
+
+    monkeypatch.setattr("k3tune.model.modeling.linear_cross_entropy", recorded)
+    model.lm_head.register_forward_hook(lambda *_: pytest.fail("the head made all logits"))
+    model(ids, labels=ids)
+    model.lm_head._forward_hooks.clear()
+    assert len(seen) == 1
+
+
+@torch.no_grad()
+def test_replay_recomputes_the_weights_from_the_unbiased_scores(model, ids):
+    free = model(ids, output_routing=True)
+    assert list(free.routing) == [1, 2, 3, 4, 5]
+    same = model(ids, routing={layer: r.expert_ids for layer, r in free.routing.items()})
+    assert torch.equal(same.logits, free.logits)
+    other = {layer: (r.expert_ids + 1) % 16 for layer, r in free.routing.items()}
+    output = model(ids, routing=other, output_routing=True)
+    for layer, (expert_ids, weights) in output.routing.items():
+        assert torch.equal(expert_ids, other[layer])
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+    assert not torch.equal(output.logits, free.logits)
+
+
+@torch.no_grad()
+def test_local_experts_are_the_matching_part_of_the_whole(fixtures, ids):
+    moe = load_base(fixtures / "k3_tiny", dtype=torch.float64).model.layers[2].block_sparse_moe
+    latent = torch.randn(9, 64, dtype=torch.float64)
+    expert_ids = torch.stack([torch.randperm(16)[:4] for _ in range(9)])
+    weights = torch.rand(9, 4, dtype=torch.float64)
+    whole = moe.experts(latent, expert_ids, weights)
+    parts = 0
+    for experts in ([3, 1, 15], [0, 2], sorted({*range(16)} - {0, 1, 2, 3, 15})):
+        part = load_base(fixtures / "k3_tiny", dtype=torch.float64, experts=experts)
+        parts = parts + part.model.layers[2].block_sparse_moe.experts(latent, expert_ids, weights)
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "either input_ids or inputs_embeds"),
+        ({"input_ids": torch.zeros(5, dtype=torch.long)}, r"shape \(5,\), expected \(batch"),
+        ({"routing": {1: torch.zeros(2, 11, 4)}}, r"names layers \[1\], expected"),
+        ({"attention_mask": torch.ones(2, 7)}, r"shape \(2, 7\), expected \(2, 11\)"),
+        ({"attention_mask": torch.ones(2, 1, 11, 11)}, "1 for each token and 0 for padding"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 22]), "cu_seq_lens_k": torch.tensor([0, 11, 22])},
+            "cu_seq_lens_q and cu_seq_lens_k differ",
+        ),
+    ],
+)
+def test_contradicting_inputs_are_refused_in_a_sentence(model, ids, options, sentence):
+    if options:
+        options = {"input_ids": ids, **options}
+    with pytest.raises(ValueError, match=sentence):
+        model(**options)
+
+
+def test_images_are_refused_in_a_sentence(model, ids):
+    with pytest.raises(NotImplementedError, match="text model only"):
+        model(ids, pixel_values=torch.zeros(1))
+
+
+def test_an_option_nobody_knows_is_an_error(model, ids):
+    with pytest.raises(TypeError, match="output_attentions"):
+        model(ids, output_attentions=True)
+
+
+def test_padding_after_cached_tokens_is_refused(model, ids):
+    cache = model(ids, use_cache=True).past_key_values
+    mask = torch.ones(2, 13)
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match="padding belongs before"):
+        model(ids[:, :2], attention_mask=mask, past_key_values=cache)
+
+
+def test_from_pretrained_points_to_load_base(fixtures):
+    with pytest.raises(NotImplementedError, match=r"k3tune\.load_base"):
+        K3ForCausalLM.from_pretrained(fixtures / "k3_tiny")
+
+
+def test_config_round_trips_and_keeps_unknown_fields(fixtures, tmp_path):
+    published = json.loads((fixtures / "published_config.json").read_text())
+    config = K3Config(**published)
+    config.save_pretrained(tmp_path)
+    again = K3Config.from_pretrained(tmp_path)
+    assert again.architecture == config.architecture
+    assert again.model_type == "kimi_k3" and again.text_config.model_type == "kimi_k3_text"
+    kept = {"model_type", "architectures", "dtype", "transformers_version"}
+    defaults = {
+        "min_length",
+        "max_length",
+        "do_sample",
+        "num_beams",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+    for name, value in published["text_config"].items():
+        if name not in kept | defaults:
+            assert getattr(again.text_config, name, None) == value, name
+    assert again.vision_config == published["vision_config"]
+
+
+def test_the_published_config_builds_on_the_meta_device(fixtures):
+    config = K3Config.from_pretrained(fixtures / "published_config.json")
+    with torch.device("meta"):
+        model = K3ForCausalLM(config)
+    projections = [m for m in model.modules() if isinstance(m, PackedProjection)]
+    assert len(projections) == 3 * 92
+    packed = sum(p.packed.numel() for p in projections)
+    # each packed byte is two parameters, scales none; A_log is 96 long here, 128 in the file
+    others = sum(p.numel() for p in model.parameters() if p.dtype != torch.uint8)
+    assert 2 * packed + others + 69 * 32 == 2_779_484_478_208
+
+
+def test_an_unusable_config_is_refused_by_name(fixtures):
+    text = json.loads((fixtures / "k3_tiny" / "config.json").read_text())["text_config"]
+    with pytest.raises(ConfigError, match="hidden_act is 'silu', expected 'situ'"):
+        K3ForCausalLM(K3Config(text_config={**text, "hidden_act": "silu"}))
+    native = {"model_type": "kimi_linear", "hidden_size": 64, "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match=r"routed_expert_hidden_size.*not K3"):
+        K3ForCausalLM(K3Config(text_config=native))
+
+
+def test_a_model_built_without_a_checkpoint_has_usable_random_weights(fixtures, ids):
+    config = K3Config.from_pretrained(fixtures / "k3_tiny")
+    output = K3ForCausalLM(config)(ids, labels=ids)
+    assert torch.isfinite(output.loss)
+    assert abs(output.loss.item() - torch.tensor(320.0).log().item()) < 1.0

@@ -1,0 +1,56 @@
+"""The public names are frozen: adding or dropping one is a decision, made here."""
+
+import importlib
+
+import pytest
+
+import k3tune
+
+PUBLIC = {
+    "k3tune": ["__version__", "load_base"],
+    "k3tune.model": ["K3Config", "K3ForCausalLM", "load_base"],
+    "k3tune.quant": ["MXFP4Tensor", "dequantize", "pack", "quantize", "unpack"],
+    "k3tune_kernels.attention_residual": ["attention_residual"],
+    "k3tune_kernels.linear_cross_entropy": ["linear_cross_entropy"],
+    "k3tune_kernels.moe_lora": ["LoraFactors", "MoELora", "PackedWeight", "Situ", "moe_lora"],
+    "k3tune_kernels.mxfp4": ["GROUP_SIZE", "decode", "encode"],
+    "k3tune_kernels.situ_glu": ["situ_glu"],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_the_frozen_ones(module):
+    assert sorted(importlib.import_module(module).__all__) == PUBLIC[module]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_resolve_and_are_listed(module):
+    package = importlib.import_module(module)
+    for name in PUBLIC[module]:
+        assert getattr(package, name) is not None
+        assert name in dir(package)
+
+
+def test_every_package_is_frozen(repository):
+    packages = {
+        ".".join(init.parent.relative_to(root).parts)
+        for root in (repository, repository / "kernels")
+        for init in root.glob("k3tune*/**/__init__.py")
+    }
+    # these two offer their modules, and no names of their own
+    assert packages - {"k3tune_kernels", "k3tune.published"} == set(PUBLIC)
+
+
+def test_subpackages_resolve_as_attributes():
+    assert k3tune.model.K3Config.model_type == "kimi_k3"
+    assert callable(k3tune.quant.dequantize)
+
+
+def test_both_doors_lead_to_the_same_loader():
+    assert k3tune.load_base is k3tune.model.load_base
+
+
+@pytest.mark.parametrize("module", ["k3tune", "k3tune.model", "k3tune.quant"])
+def test_an_unknown_name_is_an_attribute_error(module):
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'merge_adapter'"):
+        _ = importlib.import_module(module).merge_adapter
