@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_SIZE = 64
+# measured on a CPU: half the time of 64 at head width 32, 4 / 5 of it at 128
+CHUNK_SIZE = 32
 # Within a tile the decays' exponents stay inside fp32: 16 tokens of at least exp(-5) each.
 _TILE = 16
 
