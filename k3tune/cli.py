@@ -31,8 +31,8 @@ app = typer.Typer(
 
 Base = Annotated[str, typer.Argument(help="Checkpoint folder, or a hub id such as org/name.")]
 DtypeName = Annotated[
-    Literal["bfloat16", "float32"],
-    typer.Option("--dtype", help="Of the trunk; experts stay 4-bit, F32 tensors F32."),
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option("--dtype", help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
 ]
 Kernels = Annotated[
     Literal["auto", "triton", "reference"], typer.Option(help="Backend of every operation.")
@@ -68,7 +68,7 @@ def score(
     output_file: Annotated[
         Path, typer.Option("--out", help='JSONL, {"logprobs": [null, ...]} a line.')
     ],
-    dtype: DtypeName = "bfloat16",
+    dtype: DtypeName = "auto",
     kernels: Kernels = "auto",
     batch_size: BatchSize = 8,
 ) -> None:
@@ -115,7 +115,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help='Print {"prompt_ids", "completion_ids"} a line.')
     ] = False,
-    dtype: DtypeName = "bfloat16",
+    dtype: DtypeName = "auto",
     kernels: Kernels = "auto",
     batch_size: BatchSize = 8,
 ) -> None:
@@ -183,4 +183,6 @@ def _load(
     from k3tune.model.checkpoint import load_base
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
     return load_base(base, dtype=getattr(torch, dtype), device=device, kernels=kernels)

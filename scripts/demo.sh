@@ -24,7 +24,7 @@ step "k3tune inspect $base"
 step "k3tune generate $base: two prompts, the likeliest 12 tokens of each"
 printf '[1, 2, 3, 4]\n[5, 6]\n' >"$folder/prompts.jsonl"
 .venv/bin/k3tune generate "$base" --prompt-ids-file "$folder/prompts.jsonl" \
-    --max-new-tokens 12 --dtype float32 --json | tee "$folder/generated.jsonl"
+    --max-new-tokens 12 --json | tee "$folder/generated.jsonl"
 
 step "k3tune score $base: prompts and continuations"
 .venv/bin/python -c '
@@ -33,8 +33,7 @@ for line in sys.stdin:
     row = json.loads(line)
     print(json.dumps(row["prompt_ids"] + row["completion_ids"]))
 ' <"$folder/generated.jsonl" >"$folder/rows.jsonl"
-.venv/bin/k3tune score "$base" --input "$folder/rows.jsonl" --out "$folder/scores.jsonl" \
-    --dtype float32
+.venv/bin/k3tune score "$base" --input "$folder/rows.jsonl" --out "$folder/scores.jsonl"
 
 step "summary"
 .venv/bin/python - "$folder" "$base" <<'PYTHON'

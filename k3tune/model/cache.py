@@ -8,11 +8,13 @@ Shape letters: ``B`` batch, ``S`` cached tokens, ``P`` earlier convolution input
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from k3tune.model.documents import Documents
 from k3tune.model.kda_rule import DeltaState
 from k3tune.published.architecture import Architecture
 
@@ -69,7 +71,7 @@ class MLACacheLayer:
 
 
 class K3Cache(Cache):
-    """One cache layer a decoder layer, and the document number of every cached token.
+    """One cache layer a decoder layer, and the documents of the tokens they hold.
 
     ``use_cache=True`` returns one as ``past_key_values``; pass it back with only the new ids.
     A recurrent state cannot be rolled back, so assisted generation is refused.
@@ -82,17 +84,11 @@ class K3Cache(Cache):
             MLACacheLayer() if architecture.is_mla(layer) else KDACacheLayer()
             for layer in range(architecture.num_hidden_layers)
         ]
-        self.document_ids_BS: Tensor | None = None
-        self.num_tokens = 0
-
-    def advance(self, document_ids_BS: Tensor | None, num_tokens: int) -> None:
-        """Record that the layers now hold ``num_tokens`` more tokens of these documents."""
-        self.document_ids_BS = document_ids_BS
-        self.num_tokens += num_tokens
+        self.documents: Documents | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, padding included."""
-        return self.num_tokens
+        return 0 if self.documents is None else self.documents.num_tokens
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """No maximum."""
@@ -123,7 +119,7 @@ class K3Cache(Cache):
     def reset(self) -> None:
         """Forget everything."""
         self.layers = [type(layer)() for layer in self.layers]
-        self.document_ids_BS, self.num_tokens = None, 0
+        self.documents = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep rows ``beam_idx`` (beam search)."""
@@ -140,5 +136,5 @@ class K3Cache(Cache):
     def _pick_rows(self, pick: RowPick) -> None:
         for layer in self.layers:
             layer.pick_rows(pick)
-        if self.document_ids_BS is not None:
-            self.document_ids_BS = pick(self.document_ids_BS)
+        if self.documents is not None and self.documents.ids_BS is not None:
+            self.documents = replace(self.documents, ids_BS=pick(self.documents.ids_BS))

@@ -24,11 +24,18 @@ class Documents:
     Attributes:
         ids_BS: int64 document number of every token, ``PADDING`` where masked; None when each row
             is one document without padding.
-        num_cached: how many of the ``S`` tokens are cached; the rest are new.
+        num_new: how many tokens are new.
+        num_cached: how many stand in the cache before them.
     """
 
     ids_BS: Tensor | None
+    num_new: int
     num_cached: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """``S``: cached and new tokens of a row."""
+        return self.num_cached + self.num_new
 
     @property
     def new_ids_BT(self) -> Tensor | None:
@@ -59,8 +66,7 @@ class Documents:
         if self.ids_BS is None:
             return None
         padded = torch.nn.functional.pad(self.ids_BS, (context, 0), value=PADDING)
-        length = self.ids_BS.shape[1] - self.num_cached
-        windows = [padded[:, self.num_cached + j :][:, :length] for j in range(context)]
+        windows = [padded[:, self.num_cached + j :][:, : self.num_new] for j in range(context)]
         return torch.stack(windows, dim=-1) == self.ids_BS[:, self.num_cached :, None]
 
 
@@ -73,8 +79,7 @@ def find_documents(
     cu_seq_lens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     front: "FrontPadding | None" = None,
-    cached_ids: Tensor | None = None,
-    num_cached: int = 0,
+    cached: Documents | None = None,
 ) -> Documents:
     """Number the documents of a batch.
 
@@ -89,16 +94,17 @@ def find_documents(
         cu_seq_lens: int ``[documents + 1]`` over the flattened batch.
         seq_idx: int ``[B, T]``, the document of each token.
         front: where the model moves masked tokens; the result is in that order.
-        cached_ids: ``ids_BS`` of the cached tokens, None when they are one document a row.
-        num_cached: their count.
+        cached: documents of the tokens in the cache.
 
     Raises:
         ValueError: if a description does not have the batch's shape.
     """
     starts = _document_starts(shape, device, attention_mask, position_ids, cu_seq_lens, seq_idx)
     masked = None if attention_mask is None else attention_mask == 0
+    num_cached = 0 if cached is None else cached.num_tokens
+    cached_ids = None if cached is None else cached.ids_BS
     if starts is None and masked is None and cached_ids is None:
-        return Documents(None, num_cached)
+        return Documents(None, shape[1], num_cached)
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     if starts is not None:
         ids = starts.long().cumsum(dim=1)
@@ -112,7 +118,7 @@ def find_documents(
         ids = front.front(ids)
     if cached_ids is not None:
         ids = torch.cat([cached_ids, ids], dim=1)
-    return Documents(ids, num_cached)
+    return Documents(ids, shape[1], num_cached)
 
 
 def _document_starts(

@@ -153,15 +153,14 @@ class K3Model(K3PreTrainedModel):
         Raises:
             ValueError: for inputs that contradict each other.
         """
-        cache = _one_of("past_key_values", past_key_values, "cache", cache)
         hidden = self._embed(input_ids, inputs_embeds)
         shape = (hidden.shape[0], hidden.shape[1])
+        cache = _one_of("past_key_values", past_key_values, "cache", cache)
         if use_cache is None:
             use_cache = self.config.get_text_config().use_cache and not self.training
         if use_cache and cache is None:
             cache = K3Cache(self.architecture)
-        num_cached = 0 if cache is None else cache.get_seq_length()
-        mask = _new_columns(attention_mask, shape, num_cached)
+        mask = _new_columns(attention_mask, shape, 0 if cache is None else cache.get_seq_length())
         front = None if mask is None else FrontPadding(mask)
         documents = find_documents(
             shape,
@@ -171,20 +170,16 @@ class K3Model(K3PreTrainedModel):
             cu_seq_lens=_one_of("cu_seq_lens_q", cu_seq_lens_q, "cu_seq_lens_k", cu_seq_lens_k),
             seq_idx=seq_idx,
             front=front,
-            cached_ids=None if cache is None else cache.document_ids_BS,
-            num_cached=num_cached,
+            cached=None if cache is None else cache.documents,
         )
-        if front is not None:
-            hidden = front.front(hidden)
+        expert_ids = self._replayed_ids(routing, shape, front)
         hidden, layer_routing = self._decode(
-            hidden, documents, cache, self._replayed_ids(routing, shape, front)
+            hidden if front is None else front.front(hidden), documents, cache, expert_ids
         )
-        if front is not None:
-            hidden = front.restore(hidden)
         if cache is not None:
-            cache.advance(documents.ids_BS, shape[1])
+            cache.documents = documents
         return K3ModelOutput(
-            last_hidden_state=hidden,
+            last_hidden_state=hidden if front is None else front.restore(hidden),
             cache=cache if use_cache else None,
             routing=_restored(layer_routing, front) if output_routing else None,
         )
@@ -254,6 +249,8 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
     """
 
     load_report: LoadReport | None = None
+    # transformers' Trainer then counts the targets of a whole accumulated batch
+    accepts_loss_kwargs = True
 
     def __init__(
         self, config: K3Config, *, experts: Sequence[int] | None = None, kernels: str = "auto"
@@ -290,52 +287,38 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
         """Run the model; arguments not named here are :meth:`K3Model.forward`'s.
 
         Args:
-            labels: ``[B, T]`` token ids, shifted inside; -100 is ignored, and so are targets at
-                padding and the first token of each document. With labels, ``logits`` is None
-                unless ``return_logits``: the loss holds a bounded chunk of them at a time.
-            logits_to_keep: logits of the last n positions (0: all), or of the positions in an
-                int tensor.
+            labels: ``[B, T]`` ids, shifted inside; -100 is ignored, and so are targets at padding
+                and the first token of each document. With labels ``logits`` is None unless
+                ``return_logits``: the loss holds a bounded chunk of them at a time.
+            logits_to_keep: so many last positions (0: all), or an int tensor of positions.
             num_items_in_batch: divisor of the summed loss; default: the number of targets.
-            pixel_values: not supported.
-
-        Raises:
-            NotImplementedError: for images.
+            pixel_values: refused with ``NotImplementedError``.
         """
-        if pixel_values is not None:
-            raise NotImplementedError(
-                "k3tune trains Kimi K3's text model only: leave pixel_values out and use text"
-            )
-        if use_cache is None and labels is not None:
-            use_cache = False
+        _refuse_images(pixel_values)
+        documents = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "seq_idx": seq_idx,
+        }
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            input_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seq_lens_q=cu_seq_lens_q,
-            cu_seq_lens_k=cu_seq_lens_k,
-            max_length_q=max_length_q,
-            max_length_k=max_length_k,
-            seq_idx=seq_idx,
+            use_cache=False if use_cache is None and labels is not None else use_cache,
             output_routing=output_routing,
             routing=routing,
             cache=cache,
+            **documents,
         )
-        hidden, loss, logits = outputs.last_hidden_state, None, None
+        output = K3CausalLMOutput(cache=outputs.cache, routing=outputs.routing)
         if labels is not None:
-            cu_seq_lens = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
-            targets = _next_tokens(labels, attention_mask, position_ids, cu_seq_lens, seq_idx)
-            loss = self._loss(hidden, targets, num_items_in_batch)
+            targets = _next_tokens(labels, **documents)
+            output.loss = self._loss(outputs.last_hidden_state, targets, num_items_in_batch)
         if labels is None or return_logits:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self.lm_head(hidden[:, kept])
-        return K3CausalLMOutput(
-            loss=loss, logits=logits, cache=outputs.cache, routing=outputs.routing
-        )
+            output.logits = self._logits(outputs.last_hidden_state, logits_to_keep)
+        return output
 
     def token_losses(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Negative log-likelihood of each target, without ``[tokens, vocabulary]`` logits.
@@ -362,6 +345,11 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
             backend=self.model.kernels,
         )
         return losses.view_as(targets_BT)
+
+    def _logits(self, hidden_BTD: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+        if isinstance(logits_to_keep, int):
+            return self.lm_head(hidden_BTD[:, -logits_to_keep:])
+        return self.lm_head(hidden_BTD[:, logits_to_keep])
 
     def _loss(
         self, hidden_BTD: Tensor, targets_BT: Tensor, num_items_in_batch: Tensor | int | None
@@ -432,11 +420,19 @@ def _new_columns(
     return None
 
 
+def _refuse_images(pixel_values: Tensor | None) -> None:
+    if pixel_values is not None:
+        raise NotImplementedError(
+            "k3tune trains Kimi K3's text model only: leave pixel_values out and use text"
+        )
+
+
 def _next_tokens(
     labels: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
     seq_idx: Tensor | None,
 ) -> Tensor:
     """The token each position predicts, -100 for none: no target crosses documents or padding."""
@@ -446,7 +442,7 @@ def _next_tokens(
         labels.device,
         attention_mask=None if attention_mask is None else attention_mask[:, -shape[1] :],
         position_ids=None if position_ids is None else position_ids.expand(shape),
-        cu_seq_lens=cu_seq_lens,
+        cu_seq_lens=_one_of("cu_seq_lens_q", cu_seq_lens_q, "cu_seq_lens_k", cu_seq_lens_k),
         seq_idx=seq_idx,
     )
     targets = torch.full_like(labels, -100)

@@ -46,7 +46,7 @@ def test_attention(model, kind, documents):
     )
     ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [-1, -1, 0, 0, 0, 0, 0]]) if documents else None
     assert_gradient_is_the_difference_quotient(
-        lambda x: attention(x, Documents(ids)), hidden(model)
+        lambda x: attention(x, Documents(ids, x.shape[1])), hidden(model)
     )
 
 

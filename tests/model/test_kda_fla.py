@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from closeness import relative_l2
 
+from closeness import relative_l2
 from k3tune.model import kda, load_base
 from k3tune.model.kda_rule import DeltaState, kda_recurrent
 
@@ -97,7 +97,7 @@ def test_real_fla_equals_the_plain_form_forward_and_backward(fixtures, documents
             "cuda", torch.bfloat16
         )
         x.requires_grad_()
-        output = attention(x, kda.Documents(ids))
+        output = attention(x, kda.Documents(ids, 100))
         output.float().square().sum().backward()
         results.append((output, x.grad))
     for actual, expected in zip(*results, strict=True):
