@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from k3tune.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from k3tune import data as data
     from k3tune import model as model
     from k3tune import published as published
     from k3tune import quant as quant
@@ -15,5 +16,5 @@ __all__ = ["__version__", "load_base"]
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     names={"load_base": "k3tune.model"},
-    subpackages=("model", "published", "quant"),
+    subpackages=("data", "model", "published", "quant"),
 )

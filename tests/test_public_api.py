@@ -8,6 +8,7 @@ import k3tune
 
 PUBLIC = {
     "k3tune": ["__version__", "load_base"],
+    "k3tune.data": ["K3Tokenizer", "pack", "render_chat"],
     "k3tune.model": ["K3Config", "K3ForCausalLM", "load_base"],
     "k3tune.quant": ["MXFP4Tensor", "dequantize", "pack", "quantize", "unpack"],
     "k3tune_kernels.attention_residual": ["attention_residual"],

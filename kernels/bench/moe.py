@@ -1,14 +1,16 @@
 """Workloads of the routed experts with LoRA, and the ways others compute them."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from workload import OURS, PASSES, Candidate, Cost, Workload
+
 from k3tune_kernels.moe_lora import LoraFactors, MoELora, PackedWeight, Situ, moe_lora
 from k3tune_kernels.mxfp4 import decode
 from k3tune_kernels.situ_glu import situ_glu
-from workload import OURS, PASSES, Candidate, Cost, Workload
 
 SITU = Situ(beta=4.0, linear_beta=25.0)
 WITHOUT_LORA = "k3tune, no LoRA"
@@ -25,7 +27,7 @@ class Operands(NamedTuple):
     gate: PackedWeight
     up: PackedWeight
     down: PackedWeight
-    lora: MoELora
+    lora: tuple[LoraFactors, LoraFactors, LoraFactors]
 
 
 def operands(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> Operands:
@@ -35,19 +37,19 @@ def operands(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) ->
     tokens = max(num_experts * sizes["tokens_per_expert"] // active, 1)
 
     def packed(rows: int, columns: int) -> PackedWeight:
-        data = torch.randint(0, 256, (num_experts, rows, columns // 2), device=device)
-        # exponents near those of a layer whose outputs are of the size of its inputs
-        scale = torch.randint(118, 121, (num_experts, rows, columns // 32), device=device)
-        return PackedWeight(data.to(torch.uint8), scale.to(torch.uint8))
+        def draw(low: int, high: int, group: int) -> torch.Tensor:
+            shape = (num_experts, rows, columns // group)
+            return torch.randint(low, high, shape, device=device, dtype=torch.uint8)
+
+        # exponents of a layer whose outputs are about the size of its inputs
+        return PackedWeight(draw(0, 256, 2), draw(118, 121, 32))
 
     def factors(rows: int, columns: int) -> LoraFactors:
         def draw(*shape: int) -> torch.Tensor:
             values = torch.randn(shape, device=device) / shape[-1] ** 0.5
             return values.to(dtype).requires_grad_()
 
-        return LoraFactors(
-            draw(num_experts, rank, columns), draw(num_experts, rows, rank), SCALING
-        )
+        return LoraFactors(draw(num_experts, rank, columns), draw(num_experts, rows, rank), SCALING)
 
     drawn = torch.rand(tokens, num_experts, device=device).topk(active, dim=1)
     return Operands(
@@ -57,7 +59,7 @@ def operands(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) ->
         gate=packed(hidden, width),
         up=packed(hidden, width),
         down=packed(width, hidden),
-        lora=MoELora(factors(hidden, width), factors(hidden, width), factors(width, hidden)),
+        lora=(factors(hidden, width), factors(hidden, width), factors(width, hidden)),
     )
 
 
@@ -112,13 +114,17 @@ def grouped_torch(
         return base + lora.scaling * update
 
     rows = o.x_ND[token]
-    gate, up = project(rows, o.gate, o.lora.gate), project(rows, o.up, o.lora.up)
+    gate, up = project(rows, o.gate, o.lora[0]), project(rows, o.up, o.lora[1])
     hidden = situ_glu(gate, up, beta=SITU.beta, linear_beta=SITU.linear_beta)
-    return _weighted_sum(o, project(hidden, o.down, o.lora.down), order, token)
+    return _weighted_sum(o, project(hidden, o.down, o.lora[2]), order, token)
 
 
 def axolotl_fused(o: Operands) -> torch.Tensor:
-    """axolotl's ScatterMoE with LoRA over packed weights, all experts taken as active."""
+    """axolotl's ScatterMoE with LoRA over packed weights, all experts taken as active.
+
+    Its other mode (dequantise, then grouped GEMM) takes NVFP4 and SwiGLU only: what it would do
+    here is :func:`grouped_torch`.
+    """
     from axolotl.integrations.kernels.libs.scattermoe_lora import mx_weights, parallel_experts
     from axolotl.integrations.kernels.libs.scattermoe_lora.parallel_linear_lora import (
         parallel_linear_lora,
@@ -137,11 +143,11 @@ def axolotl_fused(o: Operands) -> torch.Tensor:
         factors = {"lora_A": lora_A, "lora_B": lora_B, "scaling": lora.scaling}
         return parallel_linear_lora(rows, weights, fan_out, *routing, **factors, **options)
 
-    gate = project(o.x_ND, o.gate, o.lora.gate, active, grouped_out=True)
-    up = project(o.x_ND, o.up, o.lora.up, active, grouped_out=True)
+    gate = project(o.x_ND, o.gate, o.lora[0], active, grouped_out=True)
+    up = project(o.x_ND, o.up, o.lora[1], active, grouped_out=True)
     hidden = situ_glu(gate, up, beta=SITU.beta, linear_beta=SITU.linear_beta)
     gates = o.weights_NA.to(o.x_ND.dtype)
-    return project(hidden, o.down, o.lora.down, 1, grouped_in=True, gates=gates)
+    return project(hidden, o.down, o.lora[2], 1, grouped_in=True, gates=gates)
 
 
 def triton_kernels_forward(o: Operands) -> torch.Tensor:
@@ -184,8 +190,7 @@ def _peers(o: Operands, device: torch.device) -> tuple[list[Candidate], dict[str
         elif device.type != "cuda":
             absent[name] = "needs a GPU"
         else:
-            call = lambda run=run: run(o)  # noqa: E731
-            present.append(Candidate(name, call, differentiable, same_as))
+            present.append(Candidate(name, partial(run, o), differentiable, same_as))
     return present, absent
 
 
@@ -207,8 +212,7 @@ def moe_lora_workload(sizes: dict[str, int], device: torch.device, dtype: torch.
     """Against dequantising all experts, BF16-resident weights, and the peers installed."""
     o = operands(sizes, device, dtype)
     resident = {
-        id(packed): decode(packed.packed, packed.scale, dtype)
-        for packed in (o.gate, o.up, o.down)
+        id(packed): decode(packed.packed, packed.scale, dtype) for packed in (o.gate, o.up, o.down)
     }
 
     def ours(lora: MoELora | None) -> torch.Tensor:
@@ -224,7 +228,7 @@ def moe_lora_workload(sizes: dict[str, int], device: torch.device, dtype: torch.
     factors = [tensor for pair in o.lora for tensor in pair[:2]]
     return Workload(
         candidates=(
-            Candidate(OURS, lambda: ours(o.lora)),
+            Candidate(OURS, lambda: ours(MoELora(*o.lora))),
             Candidate(WITHOUT_LORA, lambda: ours(None), same_as=WITHOUT_LORA),
             Candidate("dequantise all + grouped GEMM", dequantise_all),
             Candidate(f"resident {str(dtype).removeprefix('torch.')} weights", weights_resident),

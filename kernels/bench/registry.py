@@ -20,7 +20,8 @@ WORKLOADS: dict[str, Callable[[dict[str, int], torch.device, torch.dtype], Workl
 
 # K3's expert: latent width 3584, expert width 3072, 16 of 896 experts a token.
 _K3 = {"active": 16, "width": 3584, "hidden": 3072, "rank": 16}
-_TINY = {"active": 2, "width": 64, "hidden": 96, "rank": 4}
+# Torch's grouped matmul wants rows of a multiple of 16 bytes, so the rank is no smaller.
+_TINY = {"active": 2, "width": 64, "hidden": 96, "rank": 8}
 
 
 def _moe_shape(
@@ -29,8 +30,8 @@ def _moe_shape(
     sizes = base | {"experts": experts, "tokens_per_expert": tokens_per_expert}
     values = experts * 3 * sizes["width"] * sizes["hidden"]
     rows = experts * tokens_per_expert
-    # packed and resident weights, one decoded copy, and the rows of a layer with its gradients
-    needed = values * (4.25 / 8 + 2 + 2) + 12 * rows * (sizes["width"] + sizes["hidden"]) * 2
+    # packed and resident weights, one projection being decoded, and a layer's rows and gradients
+    needed = values * (4.25 / 8 + 2 + 4 / 3) + 12 * rows * (sizes["width"] + sizes["hidden"]) * 2
     return Shape("moe_lora", f"{name}, {tokens_per_expert} tokens an expert", sizes, small, needed)
 
 
@@ -60,8 +61,13 @@ SHAPES: tuple[Shape, ...] = (
     _plain_shape("situ_glu", "tiny", True, 10, tokens=64, width=96),
     _plain_shape("situ_glu", "K3 shared experts", False, 10, tokens=4096, width=6144),
     _plain_shape("attention_residual", "tiny", True, 6, tokens=64, width=64, sources=3),
-    _plain_shape("attention_residual", "K3 output mix", False, 6, tokens=4096, width=7168, sources=9),
+    _plain_shape(
+        "attention_residual", "K3 output mix", False, 6, tokens=4096, width=7168, sources=9
+    ),
     _plain_shape("linear_cross_entropy", "tiny", True, 6, tokens=64, width=64, vocabulary=1000),
+    _plain_shape(
+        "linear_cross_entropy", "medium head", False, 6, tokens=2048, width=512, vocabulary=32768
+    ),
     _plain_shape(
         "linear_cross_entropy", "K3 head", False, 6, tokens=4096, width=7168, vocabulary=163840
     ),

@@ -3,10 +3,11 @@
 from importlib.util import find_spec
 
 import torch
+from workload import OURS, PASSES, Candidate, Cost, Workload
+
 from k3tune_kernels.attention_residual import attention_residual
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
 from k3tune_kernels.situ_glu import situ_glu
-from workload import OURS, PASSES, Candidate, Cost, Workload
 
 EPS = 1e-5
 

@@ -36,13 +36,14 @@ class Choice(NamedTuple):
 _last_choice: dict[str, Choice] = {}
 
 
-def choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
+def choose(op: str, backend: str, *tensors: torch.Tensor, limit: str | None = None) -> str:
     """Decide the backend of one call.
 
     Args:
         op: name of the op, as in :data:`TRITON_DTYPES`.
         backend: ``"auto"`` takes Triton where it can run, else the reference; other names insist.
         *tensors: what the op computes on; the dtype of the first decides, the device of all.
+        limit: what this call asks for beyond the op's Triton kernel, in words; ``None`` if nothing.
 
     Returns:
         ``"triton"`` or ``"reference"``.
@@ -55,7 +56,7 @@ def choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
     if backend == "reference":
         choice = Choice("reference", "asked for")
     else:
-        obstacle = _obstacle_to_triton(op, tensors)
+        obstacle = _obstacle_to_triton(op, tensors) or limit
         if obstacle is None and backend == "auto":
             obstacle = _obstacle_to_choosing_interpreter(tensors)
         if obstacle is None:

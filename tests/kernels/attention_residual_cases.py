@@ -5,6 +5,7 @@ mix; results are the mix and the gradients of the leaves.
 """
 
 import torch
+
 from k3tune_kernels.attention_residual import attention_residual
 
 EPS = 1e-5

@@ -1,6 +1,7 @@
 """Operands for the tests of ``linear_cross_entropy``, and an fp64 oracle of its own."""
 
 import torch
+
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
 from k3tune_kernels.moe_lora import LoraFactors, MoELora, PackedWeight, Situ, moe_lora
 from k3tune_kernels.mxfp4 import encode
 

@@ -1,6 +1,7 @@
 """Operands for the tests of ``situ_glu``, and an fp64 oracle that shares no code with the op."""
 
 import torch
+
 from k3tune_kernels.situ_glu import situ_glu
 
 BOUNDS = {"beta": 4.0, "linear_beta": 25.0}

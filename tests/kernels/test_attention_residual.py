@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from attention_residual_cases import EPS, exact, inputs, names, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention_residual_cases import EPS, exact, inputs, names, run
 from closeness import assert_close
 from k3tune_kernels.attention_residual import attention_residual
 
 
-@pytest.mark.parametrize("num_sources", [1, 2, 9])
+@pytest.mark.parametrize("num_sources", [1, 2, 9, 12])
 def test_attention_residual_equals_the_equation_in_fp64(num_sources):
     leaves, grad = inputs(num_sources, (2, 3, 63), dtype=torch.float64)
     for name, actual, expected in zip(
@@ -140,10 +140,8 @@ def test_strided_sources_equal_their_contiguous_copies():
 
 def test_unusable_inputs_are_named():
     (*sources, norm_weight, query_weight), _ = inputs(3, (4, 16))
-    with pytest.raises(ValueError, match="1 to 9 sources, got 0"):
+    with pytest.raises(ValueError, match="at least one source, got none"):
         attention_residual([], norm_weight, query_weight, eps=EPS)
-    with pytest.raises(ValueError, match="1 to 9 sources, got 12"):
-        attention_residual(sources * 4, norm_weight, query_weight, eps=EPS)
     with pytest.raises(ValueError, match=r"\(4, 15\) torch.float32 for source 1"):
         attention_residual([sources[0], sources[1][:, 1:]], norm_weight, query_weight, eps=EPS)
     with pytest.raises(ValueError, match=r"query_weight of shape \(16,\).*got \(1, 16\)"):

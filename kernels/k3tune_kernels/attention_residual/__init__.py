@@ -12,7 +12,8 @@ from k3tune_kernels.attention_residual import reference
 
 __all__ = ["attention_residual"]
 
-MAX_SOURCES = 9
+# what the Triton kernels are compiled for: K3 mixes up to 9
+MAX_TRITON_SOURCES = 9
 
 
 def _implementation(backend: str) -> ModuleType:
@@ -68,10 +69,8 @@ class _AttentionResidual(torch.autograd.Function):
 def _check(
     sources: Sequence[torch.Tensor], norm_weight_D: torch.Tensor, query_weight_D: torch.Tensor
 ) -> None:
-    if not 1 <= len(sources) <= MAX_SOURCES:
-        raise ValueError(
-            f"attention_residual expects 1 to {MAX_SOURCES} sources, got {len(sources)}"
-        )
+    if not sources:
+        raise ValueError("attention_residual expects at least one source, got none")
     first = sources[0]
     for i, source in enumerate(sources):
         if source.shape != first.shape or source.dtype != first.dtype:
@@ -102,8 +101,8 @@ def attention_residual(
     result ``sum_i a_i s_i``: the values are not normalized.
 
     Args:
-        sources: 1 to 9 tensors ``[..., D]`` of one shape, dtype and device; never stacked or
-            copied, and kept by reference for the backward pass.
+        sources: tensors ``[..., D]`` of one shape, dtype and device; never stacked or copied, and
+            kept by reference for the backward pass. Triton takes up to 9.
         norm_weight_D, query_weight_D: ``[D]``, any floating dtype.
         eps: added to the mean square.
         backend: ``auto``, ``triton`` or ``reference``.
@@ -113,9 +112,14 @@ def attention_residual(
         in every source and in both weights.
 
     Raises:
-        ValueError: if there are no or too many sources, shapes or dtypes disagree, or the
+        ValueError: if there are no sources, shapes or dtypes disagree, or the
             backend cannot run here.
     """
     _check(sources, norm_weight_D, query_weight_D)
-    chosen = dispatch.choose("attention_residual", backend, norm_weight_D, query_weight_D, *sources)
+    limit = None
+    if len(sources) > MAX_TRITON_SOURCES:
+        limit = f"its Triton kernel takes {MAX_TRITON_SOURCES} sources, found {len(sources)}"
+    chosen = dispatch.choose(
+        "attention_residual", backend, norm_weight_D, query_weight_D, *sources, limit=limit
+    )
     return _AttentionResidual.apply(eps, chosen, norm_weight_D, query_weight_D, *sources)

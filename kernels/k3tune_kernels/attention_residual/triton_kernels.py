@@ -18,7 +18,7 @@ import triton.language as tl
 # A constant, not the device's processor count, so that the order of the sum is the same
 # everywhere.
 BACKWARD_PROGRAMS = 512
-# Scores of a token: MAX_SOURCES of the op, as a power of two.
+# Scores of a token: MAX_TRITON_SOURCES of the op, as a power of two.
 BLOCK_S = 16
 
 
@@ -48,6 +48,13 @@ def _pointer(pointers, i, NUM_SOURCES: tl.constexpr):
 
 
 @triton.jit
+def _load_source(sources, i, row, inside, NUM_SOURCES: tl.constexpr):
+    """A token's row of the i-th source, in fp32."""
+    s = tl.load(_pointer(sources, i, NUM_SOURCES) + row, mask=inside, other=0.0)
+    return s.to(tl.float32)
+
+
+@triton.jit
 def _attention_residual_fwd_kernel(
     sources,
     norm_weight,
@@ -74,7 +81,7 @@ def _attention_residual_fwd_kernel(
     total = tl.zeros((BLOCK_D,), tl.float32)
     largest = float("-inf")
     for i in range(NUM_SOURCES):
-        s = tl.load(_pointer(sources, i, NUM_SOURCES) + row, mask=inside, other=0.0).to(tl.float32)
+        s = _load_source(sources, i, row, inside, NUM_SOURCES)
         r = tl.rsqrt(tl.sum(s * s) / width + eps)
         score = tl.sum(s * q) * r
         new_largest = tl.maximum(largest, score)
@@ -130,13 +137,13 @@ def _attention_residual_bwd_kernel(
         d_a_S = tl.zeros((BLOCK_S,), tl.float32)
         p_S = tl.zeros((BLOCK_S,), tl.float32)
         for i in range(NUM_SOURCES):
-            s = tl.load(_pointer(sources, i, NUM_SOURCES) + row, mask=inside, other=0.0).to(tl.float32)
+            s = _load_source(sources, i, row, inside, NUM_SOURCES)
             d_a_S = tl.where(index_S == i, tl.sum(g * s), d_a_S)
             p_S = tl.where(index_S == i, tl.sum(q * s), p_S)
         through_norm_S = a_S * (d_a_S - tl.sum(a_S * d_a_S)) * r_S
         curvature_S = r_S * r_S * p_S / width
         for i in range(NUM_SOURCES):
-            s = tl.load(_pointer(sources, i, NUM_SOURCES) + row, mask=inside, other=0.0).to(tl.float32)
+            s = _load_source(sources, i, row, inside, NUM_SOURCES)
             through_norm = _pick(through_norm_S, i, BLOCK_S)
             d_s = _pick(a_S, i, BLOCK_S) * g
             d_s += through_norm * (q - _pick(curvature_S, i, BLOCK_S) * s)
@@ -163,9 +170,7 @@ def forward(
     first = sources[0]
     tokens, width = first.shape[:-1], first.shape[-1]
     mix = torch.empty(first.shape, dtype=first.dtype, device=first.device)
-    weights_S = torch.empty(
-        (*tokens, len(sources)), dtype=torch.float32, device=first.device
-    )
+    weights_S = torch.empty((*tokens, len(sources)), dtype=torch.float32, device=first.device)
     inverse_rms_S = torch.empty_like(weights_S)
     if mix.numel():
         block = triton.next_power_of_2(width)

@@ -123,9 +123,7 @@ def _grid(numel: int) -> tuple[int]:
     return (triton.cdiv(numel, BLOCK),)
 
 
-def forward(
-    gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float
-) -> torch.Tensor:
+def forward(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
     """As :func:`reference.forward`, for bf16 and fp32; strided inputs are copied first."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)

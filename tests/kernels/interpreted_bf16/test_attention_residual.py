@@ -3,10 +3,11 @@
 import pytest
 import torch
 from attention_residual_cases import exact, inputs, names, run
+
 from closeness import assert_close
 
 
-@pytest.mark.parametrize(("num_sources", "shape"), [(2, (63, 100)), (9, (5, 1000))])
+@pytest.mark.parametrize(("num_sources", "shape"), [(2, (9, 100)), (9, (5, 1000))])
 def test_bf16_mix_is_within_2e_3_and_gradients_within_3e_3_of_fp64(num_sources, shape):
     case = inputs(num_sources, shape, dtype=torch.bfloat16)
     for name, actual, expected in zip(

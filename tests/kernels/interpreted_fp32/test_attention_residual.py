@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_residual_cases import EPS, exact, inputs, names, run
+
 from closeness import assert_close
 from k3tune_kernels.attention_residual import attention_residual, triton_kernels
 
@@ -16,7 +17,7 @@ def assert_all_close(results, expected, num_sources):
 
 @pytest.mark.parametrize(
     ("num_sources", "shape"),
-    [(2, (63,)), (2, (2, 3, 63)), (3, (63, 100)), (9, (5, 1000)), (9, (2, 7168))],
+    [(2, (63,)), (2, (2, 3, 63)), (3, (9, 100)), (9, (5, 1000)), (9, (2, 7168))],
 )
 def test_attention_residual_equals_fp64(num_sources, shape):
     case = inputs(num_sources, shape)
@@ -77,6 +78,6 @@ def test_strided_sources_equal_their_contiguous_copies():
 
 
 def test_repeated_runs_are_bit_equal():
-    case = inputs(9, (10, 100))
+    case = inputs(9, (3, 100))
     first, second = run(*case, "triton"), run(*case, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
+
 from closeness import assert_close
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy, triton_kernels
-from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
 
 
 def assert_all_close(results, expected, bound=2e-6):
@@ -12,22 +13,24 @@ def assert_all_close(results, expected, bound=2e-6):
         assert_close(name, actual, want, max_rel=bound, rms_rel=bound)
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 21, 1024])
-@pytest.mark.parametrize(("num_tokens", "width", "vocabulary"), [(63, 24, 100), (100, 63, 1000)])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "vocabulary", "chunk_tokens"),
+    [(63, 24, 100, 7), (63, 24, 100, 1024), (100, 63, 1000, 21)],
+)
 def test_linear_cross_entropy_equals_fp64(num_tokens, width, vocabulary, chunk_tokens):
     case = inputs(num_tokens, width, vocabulary)
     assert_all_close(run(*case, chunk_tokens=chunk_tokens, backend="triton"), exact(*case))
 
 
 def test_the_published_vocabulary_fits():
-    case = inputs(9, 4, 163_840)
+    case = inputs(6, 4, 163_840)
     # fp32 sums of 163,840 terms in the matmul: the reference is as far off
     assert_all_close(run(*case, chunk_tokens=4, backend="triton"), exact(*case), 1e-5)
 
 
 def test_a_vocabulary_of_many_blocks_with_a_ragged_end(monkeypatch):
     monkeypatch.setattr(triton_kernels, "BLOCK_V", 64)
-    case = inputs(20, 24, 1000)
+    case = inputs(20, 24, 300)
     assert_all_close(run(*case, backend="triton"), exact(*case))
 
 
