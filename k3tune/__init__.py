@@ -6,15 +6,17 @@ from k3tune.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from k3tune import data as data
+    from k3tune import lora as lora
     from k3tune import model as model
     from k3tune import published as published
     from k3tune import quant as quant
+    from k3tune.lora import load_adapter
     from k3tune.model import load_base
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_base"]
+__all__ = ["__version__", "load_adapter", "load_base"]
 __getattr__, __dir__ = lazy_attributes(
     __name__,
-    names={"load_base": "k3tune.model"},
-    subpackages=("data", "model", "published", "quant"),
+    names={"load_adapter": "k3tune.lora", "load_base": "k3tune.model"},
+    subpackages=("data", "lora", "model", "published", "quant"),
 )

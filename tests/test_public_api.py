@@ -7,8 +7,18 @@ import pytest
 import k3tune
 
 PUBLIC = {
-    "k3tune": ["__version__", "load_base"],
+    "k3tune": ["__version__", "load_adapter", "load_base"],
     "k3tune.data": ["K3Tokenizer", "pack", "render_chat"],
+    "k3tune.lora": [
+        "LoraSpec",
+        "adapter_gradients",
+        "adapter_parameters",
+        "adapter_state",
+        "attach_lora",
+        "disable_adapter",
+        "load_adapter",
+        "save_adapter",
+    ],
     "k3tune.model": ["K3Config", "K3ForCausalLM", "load_base"],
     "k3tune.quant": ["MXFP4Tensor", "dequantize", "pack", "quantize", "unpack"],
     "k3tune_kernels.attention_residual": ["attention_residual"],

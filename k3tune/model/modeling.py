@@ -119,6 +119,7 @@ class K3Model(K3PreTrainedModel):
         self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -135,31 +136,26 @@ class K3Model(K3PreTrainedModel):
         output_routing: bool = False,
         routing: Replay | None = None,
         cache: K3Cache | None = None,
+        **unsupported: Any,
     ) -> K3ModelOutput:
         """Run the backbone.
 
         Args:
             input_ids, inputs_embeds: ``[B, T]`` or ``[B, T, D]``; one of them.
             attention_mask: ``[B, T]`` or, with a cache, ``[B, cached + T]``; 0 at padding.
-            position_ids: ``[B, T]``; used only to find documents (K3 has no positions): a 0 at
-                an unmasked place starts one.
+            position_ids: ``[B, T]``; K3 has no positions: a 0 at an unmasked place only starts a
+                document.
             past_key_values, cache: the cache of earlier tokens, under either name.
             use_cache: return a cache; default: not in training.
-            cu_seq_lens_q, cu_seq_lens_k, seq_idx: other descriptions of packed documents; the
-                first two are equal. ``max_length_q`` and ``max_length_k`` are implied by them.
+            cu_seq_lens_q, cu_seq_lens_k, seq_idx: other descriptions of packed documents, which
+                imply ``max_length_q`` and ``max_length_k``.
             output_routing: also return experts and weights of each layer.
             routing: run with these experts; weights are recomputed from the unbiased scores.
-
-        Raises:
-            ValueError: for inputs that contradict each other.
         """
+        _refuse(**unsupported)
         hidden = self._embed(input_ids, inputs_embeds)
         shape = (hidden.shape[0], hidden.shape[1])
-        cache = _one_of("past_key_values", past_key_values, "cache", cache)
-        if use_cache is None:
-            use_cache = self.config.get_text_config().use_cache and not self.training
-        if use_cache and cache is None:
-            cache = K3Cache(self.architecture)
+        cache = self._cache(_one_of("past_key_values", past_key_values, "cache", cache), use_cache)
         mask = _new_columns(attention_mask, shape, 0 if cache is None else cache.get_seq_length())
         front = None if mask is None else FrontPadding(mask)
         documents = find_documents(
@@ -180,9 +176,15 @@ class K3Model(K3PreTrainedModel):
             cache.documents = documents
         return K3ModelOutput(
             last_hidden_state=hidden if front is None else front.restore(hidden),
-            cache=cache if use_cache else None,
+            cache=cache,
             routing=_restored(layer_routing, front) if output_routing else None,
         )
+
+    def _cache(self, cache: K3Cache | None, use_cache: bool | None) -> K3Cache | None:
+        """The cache to read and update: the given one, a new one, or none."""
+        if use_cache is None:
+            use_cache = self.config.get_text_config().use_cache and not self.training
+        return K3Cache(self.architecture) if use_cache and cache is None else cache
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -283,6 +285,7 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
         routing: Replay | None = None,
         pixel_values: Tensor | None = None,
         cache: K3Cache | None = None,
+        **unsupported: Any,
     ) -> K3CausalLMOutput:
         """Run the model; arguments not named here are :meth:`K3Model.forward`'s.
 
@@ -292,16 +295,12 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
                 ``return_logits``: the loss holds a bounded chunk of them at a time.
             logits_to_keep: so many last positions (0: all), or an int tensor of positions.
             num_items_in_batch: divisor of the summed loss; default: the number of targets.
-            pixel_values: refused with ``NotImplementedError``.
+            pixel_values: refused when set, as are ``output_attentions`` and the like.
         """
-        _refuse_images(pixel_values)
-        documents = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "cu_seq_lens_q": cu_seq_lens_q,
-            "cu_seq_lens_k": cu_seq_lens_k,
-            "seq_idx": seq_idx,
-        }
+        _refuse(pixel_values=pixel_values, **unsupported)
+        documents: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
+        documents |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        documents["seq_idx"] = seq_idx
         outputs = self.model(
             input_ids,
             past_key_values=past_key_values,
@@ -420,10 +419,25 @@ def _new_columns(
     return None
 
 
-def _refuse_images(pixel_values: Tensor | None) -> None:
+def _refuse(
+    *,
+    pixel_values: Tensor | None = None,
+    output_attentions: bool | None = None,
+    output_hidden_states: bool | None = None,
+) -> None:
+    """Refuse what PEFT and others pass by habit once it is set; Python names anything else.
+
+    Raises:
+        NotImplementedError: saying what to do instead.
+    """
     if pixel_values is not None:
         raise NotImplementedError(
             "k3tune trains Kimi K3's text model only: leave pixel_values out and use text"
+        )
+    if output_attentions or output_hidden_states:
+        raise NotImplementedError(
+            "K3 keeps neither attention weights nor the layers' hidden states: leave "
+            "output_attentions and output_hidden_states out, or put hooks on model.model.layers"
         )
 
 

@@ -129,9 +129,21 @@ def test_images_are_refused_in_a_sentence(model, ids):
         model(ids, pixel_values=torch.zeros(1))
 
 
+def test_what_the_model_does_not_keep_is_refused_in_a_sentence(model, ids):
+    model(ids, output_attentions=False, output_hidden_states=None)
+    for name in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(NotImplementedError, match="or put hooks on"):
+            model(ids, **{name: True})
+
+
 def test_an_option_nobody_knows_is_an_error(model, ids):
-    with pytest.raises(TypeError, match="output_attentions"):
-        model(ids, output_attentions=True)
+    with pytest.raises(TypeError, match="output_router_logits"):
+        model(ids, output_router_logits=True)
+
+
+def test_return_dict_false_gives_a_tuple(model, ids):
+    output = model(ids, labels=ids, return_dict=False)
+    assert isinstance(output, tuple) and output[0].shape == ()
 
 
 def test_padding_after_cached_tokens_is_refused(model, ids):

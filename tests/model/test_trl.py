@@ -39,7 +39,7 @@ def tokenizer():
 
 
 def adapter() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    return LoraConfig(r=2, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
 
 
 def assert_trained(trainer) -> None:

@@ -1,0 +1,277 @@
+"""Write an adapter as a standard PEFT directory, whole or not at all."""
+
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor
+
+import k3tune
+from k3tune.errors import AdapterError
+from k3tune.lora.fingerprint import base_fingerprint as fingerprint_of
+from k3tune.lora.inject import active_adapter, adapter_layers, base_of, local_experts
+from k3tune.lora.keys import CONFIG_NAME, METADATA_NAME
+from k3tune.lora.layers import AdapterLayer, LoraPackedProjection
+from k3tune.lora.shards import DTYPE_NAMES, Pending, write_json, write_shards
+from k3tune.lora.spec import FORMS
+from k3tune.lora.state import Entry, layer_entries, ranks_and_alphas, written_slots
+from k3tune.lora.targets import RankAlpha, adaptable_modules, config_fields
+from k3tune.model.modeling import K3ForCausalLM
+
+logger = logging.getLogger(__name__)
+
+_METADATA_FORMAT = 1
+
+
+def save_adapter(
+    model: PeftModel,
+    path: str | Path,
+    *,
+    version: int = 0,
+    provenance: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    adapter_name: str | None = None,
+    shard_bytes: int = 4 << 30,
+    overwrite: bool = False,
+    base_fingerprint: str | None = None,
+) -> Path:
+    """Write ``adapter_config.json``, ``adapter_model.safetensors`` and ``k3tune.json``.
+
+    The directory appears under its name once everything is on disk. Expert factors are written
+    stacked, ``experts.w1.lora_A.weight`` ``[E or 1, r, in]`` and ``lora_B`` ``[E or 1, out, r]``
+    (experts that differ in rank or alpha one by one); :func:`load_adapter` reads them back, plain
+    ``PeftModel.from_pretrained`` does not.
+
+    Args:
+        model: with an adapter.
+        path: directory to make.
+        version: number of this state of the adapter, for whoever pushes it to a server.
+        provenance: where it comes from, anything JSON can hold.
+        dtype: of the factors. bfloat16 is what servers take and half the size, but rounds the
+            FP32 masters; float32 keeps them exactly.
+        adapter_name: None is the active one.
+        shard_bytes: a larger adapter is split into several files with an index.
+        overwrite: replace an adapter directory that is there.
+        base_fingerprint: of the base, where known; None reads the whole base to find it.
+
+    Returns:
+        The directory.
+
+    Raises:
+        AdapterError: if the base holds only some experts, a factor is not finite, the directory
+            exists or cannot be written, or an argument is not usable.
+    """
+    adapter_name = active_adapter(model, adapter_name)
+    path = Path(path)
+    _check_arguments(version, provenance, dtype, shard_bytes)
+    _check_target(path, overwrite)
+    base, layers = base_of(model), adapter_layers(model, adapter_name)
+    _check_complete(base, layers)
+    tensors = _tensors(layers, adapter_name, dtype)
+    documents = {
+        CONFIG_NAME: _config(model, base, layers, adapter_name),
+        METADATA_NAME: {
+            "format": _METADATA_FORMAT,
+            "k3tune": k3tune.__version__,
+            "form": experts_form(layers, adapter_name),
+            "version": version,
+            "base": _base_metadata(base, base_fingerprint),
+            "provenance": dict(provenance or {}),
+        },
+    }
+    _write(path, documents, tensors, shard_bytes)
+    logger.info("%s: wrote %d tensors of %d modules", path, len(tensors), len(layers))
+    return path
+
+
+def experts_form(layers: Mapping[str, AdapterLayer], adapter_name: str) -> str | None:
+    """The form of the experts' factors; ``"mixed"`` if layers differ, None without any."""
+    forms = {
+        layer.form(adapter_name)
+        for layer in layers.values()
+        if isinstance(layer, LoraPackedProjection)
+    }
+    if len(forms) > 1:
+        return "mixed"
+    return next((form for form in FORMS if form in forms), None)
+
+
+def _base_metadata(base: K3ForCausalLM, fingerprint: str | None) -> dict[str, str | None]:
+    return {
+        "name": base.config.name_or_path,
+        "dtype": str(base.model.embed_tokens.weight.dtype).removeprefix("torch."),
+        "fingerprint": fingerprint or fingerprint_of(base),
+    }
+
+
+def _tensors(
+    layers: Mapping[str, AdapterLayer], adapter_name: str, dtype: torch.dtype
+) -> list[Pending]:
+    return [
+        _pending(entry, dtype)
+        for name, layer in layers.items()
+        for entry in layer_entries(
+            layer, adapter_name, written_slots(layer, name, adapter_name, None)
+        )
+    ]
+
+
+def _pending(entry: Entry, dtype: torch.dtype) -> Pending:
+    def read() -> Tensor:
+        tensor = entry.value.to(dtype).cpu()
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(
+                f"{entry.slot.key}: expected finite values, found "
+                f"{int((~torch.isfinite(tensor)).sum())} that are not, as {dtype}: the training "
+                "diverged (go back to an earlier checkpoint), or dtype is too narrow"
+            )
+        return tensor
+
+    return Pending(entry.slot.key, dtype, tuple(entry.value.shape), read)
+
+
+def _config(
+    model: PeftModel,
+    base: K3ForCausalLM,
+    layers: Mapping[str, AdapterLayer],
+    adapter_name: str,
+) -> dict[str, Any]:
+    """The standard fields of a PEFT config, ranks and alphas as the factors have them."""
+    names = dict.fromkeys(adaptable_modules(base))
+    chosen: dict[str, RankAlpha] = {}
+    for name, layer in layers.items():
+        found = ranks_and_alphas(layer, name, adapter_name, None)
+        chosen |= found
+        if name not in found:
+            # written expert by expert: the experts' own names stand for the module's
+            stack, _, projection = name.rpartition(".")
+            total = base.model.architecture.num_experts
+            names |= dict.fromkeys(f"{stack}.{expert}.{projection}" for expert in range(total))
+            del names[name]
+    fields = config_fields(chosen, names)
+    for field in ("lora_alpha", "alpha_pattern"):
+        fields[field] = _whole(fields[field])
+    live = model.peft_config[adapter_name]
+    assert isinstance(live, LoraConfig), f"{type(live)=}"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.config.name_or_path,
+        "revision": None,
+        "peft_version": peft.__version__,
+        **fields,
+        "lora_dropout": live.lora_dropout,
+        "use_rslora": live.use_rslora,
+        "init_lora_weights": live.init_lora_weights,
+        "bias": "none",
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "exclude_modules": None,
+        "target_parameters": None,
+        "layers_pattern": None,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _whole(value: Any) -> Any:
+    """Alphas as integers where they are: some servers take nothing else."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return int(value) if float(value).is_integer() else value
+
+
+def _check_arguments(
+    version: int, provenance: Mapping[str, Any] | None, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    if type(version) is not int or version < 0:
+        raise AdapterError(f"version is {version!r}, expected an integer of at least 0")
+    if dtype not in DTYPE_NAMES:
+        raise AdapterError(f"dtype is {dtype}, expected one of {', '.join(map(str, DTYPE_NAMES))}")
+    if not shard_bytes > 0 or math.isnan(shard_bytes):
+        raise AdapterError(f"shard_bytes is {shard_bytes!r}, expected a number above 0")
+    try:
+        json.dumps(dict(provenance or {}))
+    except (TypeError, ValueError) as error:
+        raise AdapterError(
+            f"provenance is {provenance!r}, expected a mapping that JSON can hold ({error})"
+        ) from error
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    if not path.exists():
+        return
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise AdapterError(
+            f"{path} exists: name another directory, or pass overwrite=True to replace an adapter"
+        )
+    if not (path / CONFIG_NAME).is_file():
+        raise AdapterError(
+            f"{path} exists and is no adapter (it has no {CONFIG_NAME}): name another directory"
+        )
+
+
+def _check_complete(base: K3ForCausalLM, layers: Mapping[str, AdapterLayer]) -> None:
+    for name, layer in layers.items():
+        experts = local_experts(base, name)
+        if isinstance(layer, LoraPackedProjection) and experts is not None:
+            raise AdapterError(
+                f"{name}: this process holds {len(experts)} of "
+                f"{base.model.architecture.num_experts} experts, expected all of them in order: an "
+                "adapter is written whole; load the base with experts=None, or gather the factors"
+            )
+
+
+def _write(
+    path: Path, documents: Mapping[str, object], tensors: Sequence[Pending], shard_bytes: int
+) -> None:
+    """Write everything beside ``path``, then give it the name."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        for name, content in documents.items():
+            write_json(temporary / name, content)
+        write_shards(temporary, tensors, shard_bytes)
+        _sync_folder(temporary)
+        _publish(temporary, path)
+    except OSError as error:
+        raise AdapterError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give the finished directory its name; one that is there steps aside first."""
+    old = None
+    if path.exists():
+        old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+        path.rename(old)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if old is not None:
+            old.rename(path)
+        raise
+    _sync_folder(path.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
