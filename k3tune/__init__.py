@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from k3tune import model as model
     from k3tune import published as published
     from k3tune import quant as quant
+    from k3tune import train as train
     from k3tune.lora import load_adapter
     from k3tune.model import load_base
 
@@ -18,5 +19,5 @@ __all__ = ["__version__", "load_adapter", "load_base"]
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     names={"load_adapter": "k3tune.lora", "load_base": "k3tune.model"},
-    subpackages=("data", "lora", "model", "published", "quant"),
+    subpackages=("data", "lora", "model", "published", "quant", "train"),
 )
