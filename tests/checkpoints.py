@@ -128,7 +128,7 @@ def make_config(**overrides: Any) -> dict[str, Any]:
     linear = {
         "num_heads": overrides.pop("kda_num_heads", 2),
         "head_dim": overrides.pop("kda_head_dim", 16),
-        "short_conv_kernel_size": 4,
+        "short_conv_kernel_size": overrides.pop("short_conv_kernel_size", 4),
         "use_full_rank_gate": True,
         "gate_lower_bound": overrides.pop("kda_gate_lower_bound", -5.0),
     }

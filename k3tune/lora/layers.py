@@ -6,7 +6,6 @@ below stays as it was loaded.
 Shape letters: ``E`` local experts, ``R`` LoRA rank, ``I`` inputs, ``O`` outputs.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ from torch.nn import functional as F
 
 from k3tune.errors import AdapterError
 from k3tune.lora.keys import Slot
-from k3tune.lora.spec import FORMS, INITS
+from k3tune.lora.spec import FORMS, INITS, lora_scaling
 from k3tune.model.latent_moe import PackedProjection
-from k3tune.model.layers import Float32Module, without_autocast
+from k3tune.model.layers import KeepsDtype, without_autocast
 from k3tune_kernels.moe_lora import LoraFactors, PackedWeight
 
 _MERGE_REFUSED = (
@@ -42,10 +41,10 @@ _UNUSED_OF_PEFT = (
 _PLAIN_FIELDS: dict[str, Any] = {"use_dora": False, "lora_bias": False, "bias": "none"}
 
 
-class Factor(Float32Module):
+class Factor(KeepsDtype):
     """One matrix of an adapter, FP32 whatever the model around it is cast to."""
 
-    float32_parameters = ("weight",)
+    kept_parameters = ("weight",)
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -278,11 +277,6 @@ class LoraPackedProjection(AdapterLayer):
     def factor_shape(self, half: str, rank: int, *, shared: bool = False) -> tuple[int, ...]:
         """Shape of A or B, for each local expert or shared by all."""
         return (1 if shared else self.num_experts, *super().factor_shape(half, rank))
-
-
-def lora_scaling(alpha: float, rank: int, use_rslora: bool) -> float:
-    """``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
-    return alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
 def fill_A(A: Tensor, init: str, rank: int, generator: torch.Generator | None = None) -> None:

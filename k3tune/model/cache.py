@@ -86,6 +86,11 @@ class K3Cache(Cache):
         ]
         self.documents: Documents | None = None
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds tokens."""
+        return self.documents is not None
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, padding included."""
         return 0 if self.documents is None else self.documents.num_tokens

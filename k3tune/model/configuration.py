@@ -18,7 +18,7 @@ class K3TextConfig(PreTrainedConfig):
 
     model_type = "kimi_k3_text"
     base_config_key = "text_config"
-    keys_to_ignore_at_inference = ("cache",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
 
     vocab_size: int | None = None
     hidden_size: int | None = None
@@ -43,10 +43,11 @@ class K3Config(PreTrainedConfig):
     sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
         "text_config": SubConfigSpec(K3TextConfig)
     }
-    keys_to_ignore_at_inference = ("cache",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
 
     text_config: dict | K3TextConfig | None = None
     vision_config: dict | None = None
+    use_cache: bool = True
     tie_word_embeddings: bool = False
 
     @property

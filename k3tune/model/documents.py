@@ -9,6 +9,7 @@ Shape letters: ``B`` batch, ``T`` new tokens, ``S`` all tokens including cached 
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,19 +44,30 @@ class Documents:
         return None if self.ids_BS is None else self.ids_BS[:, self.num_cached :]
 
     @cached_property
+    def _starts_BT(self) -> Tensor:
+        """Whether a new token begins a document or a row."""
+        ids = self.new_ids_BT
+        assert ids is not None, "one document a row has no starts"
+        starts = torch.ones_like(ids, dtype=torch.bool)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        return starts
+
+    @cached_property
+    def last_of_row_B(self) -> Tensor | None:
+        """Index, in :attr:`cu_seq_lens`, of the document each row ends with; None as there."""
+        return None if self.ids_BS is None else self._starts_BT.sum(1).cumsum(0) - 1
+
+    @cached_property
     def cu_seq_lens(self) -> Tensor | None:
         """Cumulative document lengths of the flattened new tokens, int64; None as ``ids_BS``.
 
         Computed once a forward pass, and only for kernels that want it: its length depends on the
         data, so a GPU must be waited for.
         """
-        ids = self.new_ids_BT
-        if ids is None:
+        if self.ids_BS is None:
             return None
-        starts = torch.ones_like(ids, dtype=torch.bool)
-        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        (positions,) = starts.flatten().nonzero(as_tuple=True)
-        return torch.cat([positions, positions.new_tensor([ids.numel()])])
+        (positions,) = self._starts_BT.flatten().nonzero(as_tuple=True)
+        return torch.cat([positions, positions.new_tensor([self._starts_BT.numel()])])
 
     def reach(self, context: int) -> Tensor | None:
         """Whether the token ``context - j`` before each new one is in its document.
@@ -63,7 +75,7 @@ class Documents:
         Returns:
             bool ``[B, T, context]``, or None when all are.
         """
-        if self.ids_BS is None:
+        if self.ids_BS is None or not context:
             return None
         padded = torch.nn.functional.pad(self.ids_BS, (context, 0), value=PADDING)
         windows = [padded[:, self.num_cached + j :][:, : self.num_new] for j in range(context)]
@@ -77,6 +89,7 @@ def find_documents(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
+    max_length: int | None = None,
     seq_idx: Tensor | None = None,
     front: "FrontPadding | None" = None,
     cached: Documents | None = None,
@@ -90,15 +103,20 @@ def find_documents(
     Args:
         shape: ``(B, T)`` of the new tokens.
         attention_mask: ``[B, T]``, 0 at padding.
-        position_ids: ``[B, T]``.
-        cu_seq_lens: int ``[documents + 1]`` over the flattened batch.
+        position_ids: ``[B, T]`` or ``[1, T]``.
+        cu_seq_lens: int ``[documents + 1]`` over the flattened batch, from 0 to ``B * T``.
+        max_length: longest document ``cu_seq_lens`` may hold; None for any.
         seq_idx: int ``[B, T]``, the document of each token.
         front: where the model moves masked tokens; the result is in that order.
         cached: documents of the tokens in the cache.
 
     Raises:
-        ValueError: if a description does not have the batch's shape.
+        ValueError: if a description does not fit the batch.
     """
+    if position_ids is not None and position_ids.shape[0] == 1:
+        position_ids = position_ids.expand(shape[0], -1)
+    if cu_seq_lens is not None:
+        _check_lengths(cu_seq_lens, shape[0] * shape[1], max_length)
     starts = _document_starts(shape, device, attention_mask, position_ids, cu_seq_lens, seq_idx)
     masked = None if attention_mask is None else attention_mask == 0
     num_cached = 0 if cached is None else cached.num_tokens
@@ -111,7 +129,8 @@ def find_documents(
     if num_cached:
         if cached_ids is None:
             cached_ids = ids.new_zeros(shape[0], num_cached)
-        ids = ids + cached_ids[:, -1:]
+        # a row whose cached tokens are all padding begins with document 0
+        ids = ids + cached_ids.amax(1, keepdim=True).clamp(min=0)
     if masked is not None:
         ids = ids.masked_fill(masked, PADDING)
     if front is not None:
@@ -119,6 +138,21 @@ def find_documents(
     if cached_ids is not None:
         ids = torch.cat([cached_ids, ids], dim=1)
     return Documents(ids, shape[1], num_cached)
+
+
+def _check_lengths(cu_seq_lens: Tensor, total: int, max_length: int | None) -> None:
+    usable = cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1 and not cu_seq_lens.is_floating_point()
+    bounds = cu_seq_lens.tolist() if usable else []
+    if not usable or bounds[0] != 0 or bounds[-1] != total or bounds != sorted(bounds):
+        raise ValueError(
+            f"cu_seq_lens is {cu_seq_lens.tolist()} ({cu_seq_lens.dtype}), expected ascending "
+            f"integers from 0 to {total}, the tokens of the batch"
+        )
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"max_length is {max_length}, but cu_seq_lens holds a document of {longest} tokens"
+        )
 
 
 def _document_starts(

@@ -11,17 +11,17 @@ from k3tune.model.cache import KDACacheLayer
 from k3tune.model.documents import PADDING, Documents
 from k3tune.model.kda_fla import fla_accepts, kda_fla
 from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
-from k3tune.model.layers import Float32Module, ShortConvolution, widen, without_autocast
+from k3tune.model.layers import KeepsDtype, ShortConvolution, widen, without_autocast
 from k3tune.published.architecture import Architecture
 
 # The released model normalises queries and keys by sqrt(sum(x^2) + 1e-6).
 _L2_EPS = 1e-6
 
 
-class GatedHeadNorm(Float32Module):
+class GatedHeadNorm(KeepsDtype):
     """``x / rms(x) * weight * sigmoid(gate)`` a head, in fp32."""
 
-    float32_parameters = ("weight",)
+    kept_parameters = ("weight",)
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class GatedHeadNorm(Float32Module):
         return (normalised * self.weight * widen(gate_BTHK).sigmoid()).to(gate_BTHK.dtype)
 
 
-class KimiDeltaAttention(Float32Module):
+class KimiDeltaAttention(KeepsDtype):
     """Linear attention of 69 of K3's 93 layers (``k3`` tech report, section 2.1.1)."""
 
-    float32_parameters = ("A_log", "dt_bias")
+    kept_parameters = ("A_log", "dt_bias")
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -114,8 +114,12 @@ class KimiDeltaAttention(Float32Module):
         cache: KDACacheLayer | None,
     ) -> Tensor:
         ids = documents.new_ids_BT
-        if cache is None and fla_accepts(q):
-            return kda_fla(q, k, v, log_decay, beta, documents)
+        if (cache is None or cache.state is None) and q.shape[1] > 1 and fla_accepts(q):
+            keep = cache is not None
+            output, value = kda_fla(q, k, v, log_decay, beta, documents, keep_state=keep)
+            if cache is not None and value is not None:
+                cache.state = DeltaState(value, None if ids is None else ids[:, -1])
+            return output
         q, k, v = _unit(q) * self.head_dim**-0.5, _unit(k), widen(v)
         state = None if cache is None else cache.state
         if state is None:

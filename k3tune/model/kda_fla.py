@@ -32,16 +32,19 @@ def kda_fla(
     log_decay_BTHK: Tensor,
     beta_BTH: Tensor,
     documents: Documents,
-) -> Tensor:
+    *,
+    keep_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """The delta rule from a zero state.
 
     Args:
         q_BTHK, k_BTHK, v_BTHK: convolved projections; fla normalises and scales queries and keys.
         log_decay_BTHK, beta_BTH: fp32 gates.
         documents: where the state resets; rows are then joined and split by document.
+        keep_state: also return the state after each row.
 
     Returns:
-        ``[B, T, H, K]`` in the dtype of ``v_BTHK``.
+        ``[B, T, H, K]`` in the dtype of ``v_BTHK``, and the state ``[B, H, K, K]`` fp32 or None.
     """
     from fla.ops.kda import chunk_kda
 
@@ -50,10 +53,20 @@ def kda_fla(
     if cu_seqlens is not None:
         inputs = [x.flatten(0, 1)[None] for x in inputs]
     q, k, v, g, beta = inputs
-    output, _ = chunk_kda(
-        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, safe_gate=True, cu_seqlens=cu_seqlens
+    output, state = chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        output_final_state=keep_state,
+        use_qk_l2norm_in_kernel=True,
+        safe_gate=True,
+        cu_seqlens=cu_seqlens,
     )
-    return output.view_as(v_BTHK)
+    if keep_state and documents.last_of_row_B is not None:
+        state = state[documents.last_of_row_B]
+    return output.view_as(v_BTHK), state
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from k3tune.model.layers import Float32Module, RMSNorm, SituMLP, widen, without_autocast
+from k3tune.model.layers import KeepsDtype, RMSNorm, SituMLP, widen, without_autocast
 from k3tune.published.architecture import GROUP_SIZE, Architecture
 from k3tune_kernels.moe_lora import LoraFactors, MoELora, PackedWeight, Situ, moe_lora
 
@@ -23,10 +23,10 @@ class Routing(NamedTuple):
     expert_weights: Tensor
 
 
-class Router(Float32Module):
+class Router(KeepsDtype):
     """Sigmoid router: chosen by the biased score, weighted by the unbiased one, in fp32."""
 
-    float32_parameters = ("e_score_correction_bias",)
+    kept_parameters = ("e_score_correction_bias",)
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -54,12 +54,14 @@ class Router(Float32Module):
         return Routing(expert_ids_BTA, weights)
 
 
-class PackedProjection(nn.Module):
+class PackedProjection(KeepsDtype):
     """One projection of all local experts, frozen MXFP4: ``packed`` and ``scale``, uint8.
 
     An adapter wraps this module and answers :attr:`factors`; :class:`RoutedExperts` asks, so the
     model knows nothing of adapters.
     """
+
+    kept_parameters = ("packed", "scale")
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()

@@ -25,17 +25,17 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-class Float32Module(nn.Module):
-    """A module whose own parameters named in ``float32_parameters`` stay F32.
+class KeepsDtype(nn.Module):
+    """A module whose own parameters named in ``kept_parameters`` keep their dtype.
 
-    The checkpoint stores them in F32, and rounding them to BF16 changes the model. ``.to(dtype)``,
-    ``.bfloat16()`` and the casts of a training engine still move them between devices.
+    F32 tensors of the checkpoint, which rounding to BF16 would change, and packed bytes.
+    ``.to(dtype)``, ``.bfloat16()`` and a training engine's casts still move them between devices.
     """
 
-    float32_parameters: tuple[str, ...] = ()
+    kept_parameters: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kept = {id(self._parameters[name]) for name in self.float32_parameters}
+        kept = {id(self._parameters[name]) for name in self.kept_parameters}
 
         def move_only(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -112,10 +112,10 @@ def mix_residuals(
     )
 
 
-class ShortConvolution(Float32Module):
+class ShortConvolution(KeepsDtype):
     """Depthwise causal convolution and SiLU over each document, fp32 inside."""
 
-    float32_parameters = ("weight",)
+    kept_parameters = ("weight",)
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()

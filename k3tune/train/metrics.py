@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp, all_reduce
 
-from k3tune.model.modeling import K3Model, K3ModelOutput
+from k3tune.model.backbone import K3Model, K3ModelOutput
 
 PHASES = ("data", "forward_backward", "optimizer")
 

@@ -152,6 +152,33 @@ def test_descriptions_with_the_wrong_shape_are_named():
         find_documents((1, 4), torch.device("cpu"), position_ids=torch.zeros(1, 3))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "options", "sentence"),
+    [
+        ([0, 12, 9, 20], {}, "expected ascending integers from 0 to 20"),
+        ([0, -3, 20], {}, "expected ascending integers from 0 to 20"),
+        ([0, 9], {}, "from 0 to 20"),
+        ([0, 9, 25], {}, "from 0 to 20"),
+        ([3, 20], {}, "from 0 to 20"),
+        ([0.0, 20.0], {}, "from 0 to 20"),
+        ([0, 11, 20], {"max_length": 3}, "max_length is 3, .* a document of 11 tokens"),
+    ],
+)
+def test_cumulative_lengths_that_do_not_fit_are_refused(bounds, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        find_documents((1, 20), torch.device("cpu"), cu_seq_lens=torch.tensor(bounds), **options)
+
+
+@torch.no_grad()
+def test_a_mask_that_contradicts_the_cache_is_refused(model, documents):
+    ids = documents[2][None]
+    cache = model(ids, use_cache=True).past_key_values
+    mask = torch.ones(1, 16, dtype=torch.long)
+    mask[:, :5] = 0
+    with pytest.raises(ValueError, match=r"counts \[10\] cached tokens a row, the cache holds"):
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
 def test_a_left_padded_row_is_not_moved():
     front = FrontPadding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
     assert torch.equal(front.order_BT, torch.arange(4).expand(2, -1))

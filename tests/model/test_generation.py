@@ -49,6 +49,15 @@ def test_left_padding_does_not_change_a_row(model, prompts):
     assert output[1, 9:].tolist() == greedy(model, long, NEW)
 
 
+def test_a_left_padded_prompt_may_be_prefilled_in_pieces(model, prompts):
+    ids = torch.cat([torch.full((2, 6), 319), prompts], 1)
+    mask = torch.ones_like(ids)
+    mask[0, :6], mask[1, :3] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    whole = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), whole)
+
+
 def test_sampling_repeats_under_a_seed(model, prompts):
     def sample(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -114,5 +123,6 @@ def test_what_the_cache_cannot_do_is_refused(model, prompts):
         cache.crop(1)
     with pytest.raises(ConfigError, match="one kind of cache"):
         model.generate(prompts, max_new_tokens=1, cache_implementation="static")
+    model.generate(prompts, max_new_tokens=1, cache_implementation="dynamic")
     with pytest.raises(ValueError, match="stateful"):
         model.generate(prompts, max_new_tokens=4, prompt_lookup_num_tokens=2)

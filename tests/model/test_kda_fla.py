@@ -29,19 +29,22 @@ def documented_chunk_kda(
     cu_seqlens=None,
 ):
     """fla-core 0.6's ``chunk_kda`` by its docstring, with ``g`` the precomputed log-decay."""
-    assert use_qk_l2norm_in_kernel and safe_gate and not output_final_state
+    assert use_qk_l2norm_in_kernel and safe_gate
     assert scale is None and initial_state is None
     assert cu_seqlens is None or q.shape[0] == 1
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     ends = [q.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()
-    outputs, start = [], 0
+    outputs, states, start = [], [], 0
     for stop in ends:
         part = [x[:, start:stop] for x in (q, k, v, g, beta)]
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-        outputs.append(kda_recurrent(*part, DeltaState(state))[0])
+        output, after = kda_recurrent(*part, DeltaState(state))
+        outputs.append(output)
+        states.append(after.value_BHKV)
         start = stop
-    return torch.cat(outputs, 1).to(v.dtype), None
+    final = torch.cat(states) if output_final_state else None
+    return torch.cat(outputs, 1).to(v.dtype), final
 
 
 @pytest.fixture
@@ -55,7 +58,9 @@ def documented_fla(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-def test_the_model_through_fla_equals_its_own_rule(fixtures, documented_fla, documents):
+def test_the_model_through_fla_equals_its_own_rule(
+    fixtures, documented_fla, documents, monkeypatch
+):
     model = load_base(fixtures / "k3_tiny", dtype=torch.float64)
     ids = torch.randint(0, 316, (2, 12))
     options = {"use_cache": False}
@@ -64,8 +69,27 @@ def test_the_model_through_fla_equals_its_own_rule(fixtures, documented_fla, doc
         options["position_ids"] = torch.tensor(lengths)
     with torch.no_grad():
         through = model(ids, **options).logits
-        own = model(ids, **{**options, "use_cache": True}).logits
+        monkeypatch.setattr(kda, "fla_accepts", lambda q: False)
+        own = model(ids, **options).logits
     assert (through - own).abs().max() <= 1e-10
+
+
+@torch.no_grad()
+def test_a_padded_prompt_prefilled_through_fla_decodes_as_without(
+    fixtures, documented_fla, monkeypatch
+):
+    model = load_base(fixtures / "k3_tiny", dtype=torch.float64)
+    ids = torch.randint(0, 316, (3, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, :1] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    through = model.generate(ids, **options)
+    monkeypatch.setattr(kda, "fla_accepts", lambda q: False)
+    own = model.generate(ids, **options)
+    assert torch.equal(through.sequences, own.sequences)
+    for actual, expected in zip(through.logits, own.logits, strict=True):
+        assert (actual - expected).abs().max() <= 1e-10
 
 
 def test_a_padded_batch_goes_through_fla_document_by_document(fixtures, documented_fla):

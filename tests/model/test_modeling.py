@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from k3tune.errors import ConfigError
 from k3tune.model import K3Config, K3ForCausalLM, load_base
@@ -107,8 +108,14 @@ def test_local_experts_are_the_matching_part_of_the_whole(fixtures, ids):
     ("options", "sentence"),
     [
         ({}, "either input_ids or inputs_embeds"),
-        ({"input_ids": torch.zeros(5, dtype=torch.long)}, r"shape \(5,\), expected \(batch"),
+        (
+            {"input_ids": torch.zeros(5, dtype=torch.long)},
+            r"shape \(5,\), expected \(batch, tokens\)",
+        ),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, "at least one token"),
         ({"routing": {1: torch.zeros(2, 11, 4)}}, r"names layers \[1\], expected"),
+        ({"past_key_values": ()}, "is a tuple, expected the K3Cache"),
+        ({"position_ids": torch.zeros(2, 8)}, r"position_ids has shape \(2, 8\)"),
         ({"attention_mask": torch.ones(2, 7)}, r"shape \(2, 7\), expected \(2, 11\)"),
         ({"attention_mask": torch.ones(2, 1, 11, 11)}, "1 for each token and 0 for padding"),
         (
@@ -208,3 +215,71 @@ def test_a_model_built_without_a_checkpoint_has_usable_random_weights(fixtures, 
     output = K3ForCausalLM(config)(ids, labels=ids)
     assert torch.isfinite(output.loss)
     assert abs(output.loss.item() - torch.tensor(320.0).log().item()) < 1.0
+
+
+def test_replayed_experts_no_router_could_choose_are_refused(model, ids):
+    free = model(ids, output_routing=True).routing
+    given = {layer: used.expert_ids for layer, used in free.items()}
+    plain = {layer: tuple(used) for layer, used in free.items()}
+    assert torch.equal(model(ids, routing=plain).logits, model(ids).logits)
+    for wrong, sentence in (
+        (given[2] + 100, r"holds ids from .*, expected different experts of 0\.\.15"),
+        (torch.zeros_like(given[2]), "different experts"),
+        (given[2].float(), r"is torch\.float32 of shape"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            model(ids, routing={**given, 2: wrong})
+
+
+def test_labels_without_a_target_are_refused(model, ids):
+    for labels in (torch.full_like(ids, -100), ids[:, :1]):
+        with pytest.raises(ValueError, match="hold no target"):
+            model(ids[:, : labels.shape[1]], labels=labels)
+
+
+def test_embeddings_of_another_dtype_or_width_are_refused(model, ids):
+    embedded = model.model.embed_tokens(ids)
+    for wrong in (embedded.double(), embedded[..., :5]):
+        with pytest.raises(
+            ValueError, match=r"inputs_embeds is .* expected torch\.float32 of width"
+        ):
+            model(inputs_embeds=wrong)
+
+
+def test_activation_checkpointing_and_a_cache_exclude_each_other(fixtures, ids):
+    model = load_base(fixtures / "k3_tiny", dtype=torch.float32)
+    cache = model(ids, use_cache=True).past_key_values
+    model.train()
+    model.gradient_checkpointing_enable()
+    for options in ({"past_key_values": cache}, {"use_cache": True}):
+        with pytest.raises(ValueError, match="cannot fill a cache"):
+            model(ids, **options)
+    with torch.no_grad():
+        assert model(ids, use_cache=True).past_key_values.get_seq_length() == ids.shape[1]
+
+
+def test_the_configs_use_cache_is_heard(fixtures, ids):
+    model = load_base(fixtures / "k3_tiny", dtype=torch.float32)
+    assert model(ids).past_key_values is not None
+    model.config.use_cache = False
+    assert model(ids).past_key_values is None
+
+
+def test_an_adapter_on_the_head_is_refused_where_it_would_be_skipped(fixtures, ids):
+    model = load_base(fixtures / "k3_tiny", dtype=torch.float32)
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(NotImplementedError, match="an adapter wraps lm_head"):
+        model(ids, labels=ids)
+
+
+def test_the_text_config_alone_is_no_config_of_the_model(fixtures):
+    config = K3Config.from_pretrained(fixtures / "k3_tiny")
+    with pytest.raises(ConfigError, match="expected the whole K3Config"):
+        K3ForCausalLM(config.text_config)
+
+
+def test_the_plain_trainer_evaluates(model, ids, tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    metrics = Trainer(model, arguments, eval_dataset=rows).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)

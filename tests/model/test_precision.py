@@ -28,8 +28,9 @@ def snapshot(model, *, uint8_or_float32: bool) -> dict[str, torch.Tensor]:
         lambda m: m.bfloat16(),
         lambda m: m.half().float().to(torch.bfloat16),
         lambda m: m.to("cpu", torch.float64),
+        lambda m: m.type(torch.bfloat16),
     ],
-    ids=["to", "bfloat16", "chain", "float64"],
+    ids=["to", "bfloat16", "chain", "float64", "type"],
 )
 def test_casts_leave_f32_and_packed_tensors_alone(fixtures, cast):
     model = load_base(fixtures / "k3_tiny")

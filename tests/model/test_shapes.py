@@ -35,6 +35,11 @@ SHAPES = {
         "num_experts_per_token": 1,
         "attn_res_block_size": 1,
     },
+    "a convolution of one tap, no dense layer": {
+        "short_conv_kernel_size": 1,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 0,
+    },
     "two dense layers, MLA first": {
         "num_hidden_layers": 4,
         "first_k_dense_replace": 2,
