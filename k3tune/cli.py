@@ -1,23 +1,17 @@
-"""The ``k3tune`` command. Options are read here, the work is in the library.
+"""The ``k3tune`` command. Options are read here, the work is in ``k3tune.commands``.
 
 Nothing heavy is imported at module level, so that ``--help`` answers at once and a mistyped option
 costs no waiting.
 """
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from k3tune.errors import K3TuneError
-from k3tune.files import check_ids, parse_ids, read_id_rows, replace_file
-
-if TYPE_CHECKING:
-    from k3tune.model.modeling import K3ForCausalLM
 
 app = typer.Typer(
     name="k3tune",
@@ -30,6 +24,9 @@ app = typer.Typer(
 )
 
 Base = Annotated[str, typer.Argument(help="Checkpoint folder, or a hub id such as org/name.")]
+Adapter = Annotated[
+    Path | None, typer.Option(help="Adapter folder to load over the base, k3tune's or PEFT's.")
+]
 DtypeName = Annotated[
     Literal["auto", "bfloat16", "float32"],
     typer.Option("--dtype", help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
@@ -38,6 +35,22 @@ Kernels = Annotated[
     Literal["auto", "triton", "reference"], typer.Option(help="Backend of every operation.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows that run together.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest continuation, in tokens.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0 takes the likeliest token, 1 samples the model.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from this probability mass; 1 is all.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is all.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")]
+Thinking = Annotated[
+    bool, typer.Option("--thinking/--no-thinking", help="Whether answers have a think channel.")
+]
+ThinkingEffort = Annotated[
+    Literal["low", "high", "max", "none"],
+    typer.Option(help="How much to think, said in the prompt; none says nothing."),
+]
 
 
 @app.command()
@@ -45,9 +58,10 @@ def inspect(
     path: Base,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Count a checkpoint's parameters and bytes, and judge it against Kimi K3's tensor table.
+    """Count a checkpoint's bytes, and judge its tensors.
 
-    Config and index are enough. Exits with 1 if a problem was found.
+    They are held against Kimi K3's table of tensors; config and index are enough. Exits with 1 if
+    a problem was found.
     """
     from k3tune.published.inspection import inspect_checkpoint, inspection_json, render_inspection
 
@@ -68,85 +82,116 @@ def score(
     output_file: Annotated[
         Path, typer.Option("--out", help='JSONL, {"logprobs": [null, ...]} a line.')
     ],
+    adapter: Adapter = None,
     dtype: DtypeName = "auto",
     kernels: Kernels = "auto",
     batch_size: BatchSize = 8,
 ) -> None:
-    """Write the log-probability of every token, given the tokens before it.
+    """Write the log-probability of every token.
 
-    The output appears whole or not at all.
+    Each is given the tokens of its row before it. The output appears whole or not at all.
     """
-    rows = read_id_rows(input_file)
-    with replace_file(output_file) as file:
-        model = _load(base, rows, f"{input_file} line", dtype, kernels)
-        from k3tune.model.scoring import score_rows
+    from k3tune.commands.options import Model
+    from k3tune.commands.score import run
 
-        bar = typer.progressbar(
-            length=len(rows), label="scoring", file=sys.stderr, hidden=not sys.stderr.isatty()
-        )
-        with bar, _insisting_on(kernels):
-            scores = score_rows(model, rows, batch_size=batch_size, progress=bar.update)
-        file.writelines(json.dumps({"logprobs": logprobs}) + "\n" for logprobs in scores)
-    typer.echo(
-        f"{output_file}: {len(scores)} rows, {sum(map(len, scores))} tokens scored", err=True
-    )
+    run(Model(base, adapter, dtype, kernels), input_file, output_file, batch_size)
 
 
 @app.command()
 def generate(
     base: Base,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text of one user message, or with --raw any text.")
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            help='A conversation, [{"role": "user", "content": "Hi"}] or {"messages": [...], '
+            '"tools": [...]}; or JSONL, one a line.'
+        ),
+    ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help='Token ids of one prompt: "1 2 3" or "[1, 2, 3]".')
     ] = None,
     prompt_ids_file: Annotated[
         Path | None, typer.Option(help="JSONL, a list of token ids a line.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 32,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token, 1 samples the model.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from this probability mass; 1 is all.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is all.")
-    ] = 0,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help='Print {"prompt_ids", "completion_ids"} a line.')
+    adapter: Adapter = None,
+    thinking: Thinking = True,
+    thinking_effort: ThinkingEffort = "max",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without a chat.")
     ] = False,
+    show_thinking: Annotated[
+        bool, typer.Option("--show-thinking", help="Print the reasoning too, on stderr.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print ids, text, the answer's parts and why it ended."),
+    ] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
     dtype: DtypeName = "auto",
     kernels: Kernels = "auto",
     batch_size: BatchSize = 8,
 ) -> None:
-    """Continue prompts, and print the new token ids, a line a prompt."""
-    if (prompt_ids is None) == (prompt_ids_file is None):
-        raise K3TuneError("expected one of --prompt-ids and --prompt-ids-file, got both or neither")
-    if temperature == 0 and (top_p < 1 or top_k > 0 or seed is not None):
-        raise K3TuneError(
-            "--top-p, --top-k and --seed need --temperature above 0: without it nothing is sampled"
-        )
-    if prompt_ids_file is not None:
-        prompts, source = read_id_rows(prompt_ids_file), f"{prompt_ids_file} line"
-    else:
-        prompts, source = [parse_ids(prompt_ids or "", "--prompt-ids")], "--prompt-ids: prompt"
-    model = _load(base, prompts, source, dtype, kernels)
-    from k3tune.model.sampling import sample_rows
+    """Answer text or conversations, or continue ids.
 
-    continuations = sample_rows(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        batch_size=batch_size,
+    Text is put into Kimi K3's chat format with the base's tokenizer, and the answer's content is
+    printed. Ids are continued as they are, and ids come out, a line a prompt.
+    """
+    from k3tune.commands.generate import Output, Prompts, run
+    from k3tune.commands.options import Chat, Model, Sampling
+
+    chat = None if raw else Chat(thinking, thinking_effort)
+    run(
+        Model(base, adapter, dtype, kernels),
+        Prompts(prompt, messages, prompt_ids, prompt_ids_file, chat),
+        Sampling(max_new_tokens, temperature, top_p, top_k, seed),
+        Output(as_json, show_thinking),
+        batch_size,
     )
-    with _insisting_on(kernels):
-        for prompt, ids in zip(prompts, continuations, strict=True):
-            as_object = {"prompt_ids": prompt, "completion_ids": ids}
-            typer.echo(json.dumps(as_object) if as_json else " ".join(map(str, ids)))
+
+
+@app.command()
+def chat(
+    base: Base,
+    adapter: Adapter = None,
+    system: Annotated[
+        str | None, typer.Option(help="Text of a system message before the first turn.")
+    ] = None,
+    thinking: Thinking = True,
+    thinking_effort: ThinkingEffort = "max",
+    show_thinking: Annotated[
+        bool,
+        typer.Option("--show-thinking/--hide-thinking", help="Stream the reasoning too, on stderr"),
+    ] = True,
+    max_new_tokens: MaxNewTokens = 4096,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    dtype: DtypeName = "auto",
+    kernels: Kernels = "auto",
+) -> None:
+    """Talk to a base, with an adapter or without.
+
+    Lines of a pipe are turns, too. /reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C
+    stops an answer.
+    """
+    from k3tune.commands.chat import run
+    from k3tune.commands.options import Chat, Model, Sampling
+
+    run(
+        Model(base, adapter, dtype, kernels),
+        Chat(thinking, thinking_effort),
+        Sampling(max_new_tokens, temperature, top_p, top_k, seed),
+        system,
+        show_thinking,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -156,33 +201,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except K3TuneError as error:
         typer.echo(str(error), err=True)
         raise SystemExit(2) from None
-
-
-@contextmanager
-def _insisting_on(kernels: str) -> Iterator[None]:
-    """Turn what an op says of the backend asked for into an error of the command line."""
-    try:
-        yield
-    except ValueError as error:
-        if kernels == "auto" or isinstance(error, K3TuneError):
-            raise
-        raise K3TuneError(f"--kernels {kernels}: {error}") from error
-
-
-def _load(
-    base: str, rows: list[list[int]], source: str, dtype: str, kernels: str
-) -> "K3ForCausalLM":
-    """Load the base, after checking ``rows`` against the vocabulary its config states."""
-    from k3tune.published.architecture import parse_config, read_config
-    from k3tune.published.hub import resolve_checkpoint
-
-    config = read_config(resolve_checkpoint(base, weights=False))
-    check_ids(rows, parse_config(config).vocab_size, source)
-    import torch
-
-    from k3tune.model.checkpoint import load_base
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return load_base(base, dtype=getattr(torch, dtype), device=device, kernels=kernels)

@@ -1,63 +1,61 @@
 #!/usr/bin/env bash
-# Makes a tiny random Kimi K3 checkpoint in the published layout, then inspects it, scores token ids
-# with it and continues a prompt. No GPU, no network after the setup.
+# Fine-tunes k3-nano, the small base that comes with k3tune, on a task it cannot do, and measures it
+# before and after on problems that occur in no training. No GPU, no network after the setup.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
+SECONDS=0
+base="k3tune/assets/k3-nano"
 folder="runs/demo"
-base="$folder/base"
+adapter="$folder/sft/adapter"
+count=256
+question="Spell this word backward (example: sun -> nus):"
 rm -rf "$folder"
 mkdir -p "$folder"
 
 step() {
     echo
-    echo "== $*"
+    echo "== [$SECONDS s] $*"
 }
 
-step "a tiny checkpoint with random weights -> $base"
-PYTHONPATH=tests .venv/bin/python scripts/make_tiny_checkpoint.py "$base"
+# The likeliest answer to the question about $word, in a fresh process.
+ask() {
+    local options=("$@" --thinking-effort none --prompt "$question $word")
+    echo "\$ k3tune generate ${options[*]@Q}"
+    .venv/bin/k3tune generate "${options[@]}"
+}
 
-step "k3tune inspect $base"
-.venv/bin/k3tune inspect "$base"
+step "the base: $base"
+.venv/bin/k3tune inspect "$base" | tee "$folder/inspect.txt"
 
-step "k3tune generate $base: two prompts, the likeliest 12 tokens of each"
-printf '[1, 2, 3, 4]\n[5, 6]\n' >"$folder/prompts.jsonl"
-.venv/bin/k3tune generate "$base" --prompt-ids-file "$folder/prompts.jsonl" \
-    --max-new-tokens 12 --json | tee "$folder/generated.jsonl"
+step "data: words of reasoning-gym to spell backward, and sums that keep the old skill"
+.venv/bin/python scripts/make_nano_data.py sft --out "$folder/train.jsonl"
+head -n 2 "$folder/train.jsonl"
 
-step "k3tune score $base: prompts and continuations"
-.venv/bin/python -c '
-import json, sys
-for line in sys.stdin:
-    row = json.loads(line)
-    print(json.dumps(row["prompt_ids"] + row["completion_ids"]))
-' <"$folder/generated.jsonl" >"$folder/rows.jsonl"
-.venv/bin/k3tune score "$base" --input "$folder/rows.jsonl" --out "$folder/scores.jsonl"
+step "before: $count unseen problems a task"
+.venv/bin/python scripts/evaluate_nano.py "$base" --count "$count" --json "$folder/before.json"
+
+step "LoRA SFT: the same recipe trains all of K3 with another YAML"
+.venv/bin/accelerate launch --config_file recipes/accelerate/single.yaml recipes/sft.py \
+    --config recipes/configs/nano_sft.yaml --train_path "$folder/train.jsonl" \
+    --output_dir "$folder/sft"
+
+step "after: the same problems, the adapter loaded into a fresh process"
+.venv/bin/python scripts/evaluate_nano.py "$base" --adapter "$adapter" --count "$count" \
+    --json "$folder/after.json"
+
+step "one unseen word, without the adapter and with it"
+word="$(.venv/bin/python -c '
+import sys
+sys.path.insert(0, "scripts")
+from nano_tasks import draw_problems
+print(draw_problems("spell_backward", "evaluation", 1, seed=1)[0].subject)')"
+ask "$base"
+ask "$base" --adapter "$adapter"
 
 step "summary"
-.venv/bin/python - "$folder" "$base" <<'PYTHON'
-import json
-import math
-import sys
-from pathlib import Path
-
-folder, base = Path(sys.argv[1]), Path(sys.argv[2])
-
-
-def rows(name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-vocabulary = json.loads((base / "config.json").read_text())["text_config"]["vocab_size"]
-prompt, continuation = [], []
-for made, scored in zip(rows("generated.jsonl"), rows("scores.jsonl"), strict=True):
-    first = len(made["prompt_ids"])
-    prompt += scored["logprobs"][1:first]
-    continuation += scored["logprobs"][first:]
-print(f"mean log-probability of the prompts' tokens:  {sum(prompt) / len(prompt):7.3f}")
-print(f"mean log-probability of the likeliest tokens: {sum(continuation) / len(continuation):7.3f}")
-print(f"a uniform guess over {vocabulary} tokens:           {-math.log(vocabulary):7.3f}")
-print(f"files: {folder}")
-PYTHON
-echo "demo: done in $SECONDS s"
+.venv/bin/python scripts/summarize_demo.py "$folder"
+echo
+echo "talk to it: .venv/bin/k3tune chat $base --adapter $adapter --thinking-effort none"
+echo "demo: done in $SECONDS s after the setup"

@@ -51,7 +51,8 @@ RULES = {
     "recipes": rule("arguments data lora model monitor plan rl train errors", "trl"),
     # the two front doors import what a name or a command needs when it is asked for
     "": rule("data lora model published quant"),
-    "cli": rule("arguments data lora model monitor plan published quant rl train", "typer torch"),
+    "commands": rule("data lora model published quant", "torch typer"),
+    "cli": rule("commands published", "typer"),
 }
 # Standard library only, so they are open to the other parts of k3tune.
 LEAVES = {"errors", "files", "lazy"}
