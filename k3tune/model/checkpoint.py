@@ -9,24 +9,26 @@ import operator
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from k3tune.errors import CheckpointError, ConfigError
+from k3tune.errors import CheckpointError, ConfigError, K3TuneError
+from k3tune.files import shown
 from k3tune.model.configuration import K3Config
 from k3tune.model.load_report import LoadReport
 from k3tune.model.modeling import K3ForCausalLM
-from k3tune.published.architecture import parse_config, read_config
 from k3tune.published.hub import resolve_checkpoint
 from k3tune.published.safetensors_files import ShardReader, StoredTensor
 from k3tune.published.survey import Survey, survey_checkpoint
 from k3tune.published.tensor_table import TEXT_PREFIX, TensorSpec, is_vision
+from k3tune_kernels import dispatch
+from k3tune_kernels.mxfp4.reference import DECODED_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +46,15 @@ def load_base(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    experts: Sequence[int] | None = None,
+    experts: Iterable[int] | None = None,
     kernels: str = "auto",
 ) -> K3ForCausalLM:
     """Load a published K3 checkpoint, frozen and in eval mode.
 
     Args:
         path: folder with config.json and safetensors files, or a hub id.
-        dtype: dtype of the trunk; tensors stored as F32 stay F32, expert bytes stay packed.
+        dtype: dtype of the trunk, bf16, fp32 or fp64, to which experts are decoded; tensors stored
+            as F32 stay F32, expert bytes stay packed.
         device: where the model goes; None is torch's default device.
         experts: global ids of the experts of every MoE layer to hold, in the order of their rows;
             None is all.
@@ -61,22 +64,19 @@ def load_base(
         The model; ``model.load_report`` is the :class:`LoadReport`.
 
     Raises:
-        ConfigError: if the config is not K3's, or ``dtype`` or ``experts`` is not usable.
+        ConfigError: if the config is not K3's, or ``dtype``, ``device``, ``experts`` or ``kernels``
+            is not usable here.
         CheckpointError: if the files disagree with the config, the index or each other.
     """
-    folder = resolve_checkpoint(path)
-    published = read_config(folder)
-    local_experts = expert_ids(experts, parse_config(published).num_experts)
-    config = K3Config.from_dict(published)
-    config.dtype = dtype
-    config.name_or_path = str(path)
-    with torch.device("meta"):
-        model = K3ForCausalLM(
-            config, experts=None if experts is None else local_experts, kernels=kernels
-        )
-    report = load_weights(model, folder, dtype=dtype, device=device, experts=experts)
-    _move_buffers(model, device)
-    model.load_report = report
+    begin = time.perf_counter()
+    _check_dtype(dtype)
+    target = _usable_device(device)
+    _check_kernels(kernels, dtype, target)
+    survey = _sound_survey(resolve_checkpoint(path))
+    ids = expert_ids(experts, survey.architecture.num_experts)
+    model = _build(survey, str(path), dtype, None if experts is None else ids, kernels)
+    model.load_report = _fill_parameters(model, survey, _Loader(dtype, target), ids, begin)
+    _move_buffers(model, target)
     return model.requires_grad_(False).eval()
 
 
@@ -86,7 +86,7 @@ def load_weights(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    experts: Sequence[int] | None = None,
+    experts: Iterable[int] | None = None,
     progress: bool | None = None,
 ) -> LoadReport:
     """Fill every parameter of a model built on the meta device from a checkpoint folder.
@@ -98,39 +98,22 @@ def load_weights(
         model: has the published names without ``language_model.``; routed experts are stacked in
             ``...experts.{w1,w2,w3}.{packed,scale}``, uint8 with one row an expert.
         path: checkpoint folder.
-        dtype: dtype of the tensors stored as BF16; the others keep theirs.
+        dtype: dtype of the tensors stored as BF16, one experts decode to; the others keep theirs.
         device: where the parameters go; None is torch's default device.
         experts: global ids of the experts in the model's rows; None is all.
         progress: show a bar on stderr; None shows it on a terminal.
 
     Raises:
-        ConfigError: if ``dtype`` or ``experts`` is not usable, or the model is of another config.
+        ConfigError: if ``dtype``, ``device`` or ``experts`` is not usable, or the model is of
+            another config.
         CheckpointError: naming file, tensor, what was expected and what was found.
     """
     begin = time.perf_counter()
-    if not dtype.is_floating_point or dtype.itemsize == 1:
-        raise ConfigError(f"dtype is {dtype}, expected torch.bfloat16, float16, float32 or float64")
-    survey = survey_checkpoint(path)
-    survey.require_sound()
-    if not survey.has_weights:
-        named = sorted(set((survey.listed or {}).values()))
-        raise CheckpointError(
-            f"{path}: expected safetensors files beside config.json"
-            + (f", {named[0]} to {named[-1]} as its index says" if named else "")
-            + ", found none: download them"
-        )
+    _check_dtype(dtype)
+    loader = _Loader(dtype, _usable_device(device), progress)
+    survey = _sound_survey(path)
     ids = expert_ids(experts, survey.architecture.num_experts)
-    plan = _plan(survey, ids)
-    _compare_model(model, plan, len(ids))
-    loader = _Loader(dtype, torch.get_default_device() if device is None else torch.device(device))
-    shown = sys.stderr.isatty() if progress is None else progress
-    loader.run(plan, len(ids), shown)
-    for name, tensor in loader.filled.items():
-        parent, _, leaf = name.rpartition(".")
-        module = model.get_submodule(parent)
-        trained = module.get_parameter(leaf).requires_grad
-        setattr(module, leaf, nn.Parameter(tensor, requires_grad=trained))
-    return _report(survey, plan, loader.bytes_read, ids, time.perf_counter() - begin)
+    return _fill_parameters(model, survey, loader, ids, begin)
 
 
 def expert_ids(experts: Iterable[int] | None, num_experts: int) -> tuple[int, ...]:
@@ -142,11 +125,21 @@ def expert_ids(experts: Iterable[int] | None, num_experts: int) -> tuple[int, ..
     if experts is None:
         return tuple(range(num_experts))
     try:
-        ids = tuple(operator.index(expert) for expert in experts)
+        chosen = tuple(experts)
+        ids = tuple(map(operator.index, chosen))
     except TypeError as error:
-        raise ConfigError(f"experts is {experts!r}, expected a sequence of expert ids") from error
+        raise ConfigError(
+            f"experts is {shown(experts)}, expected a sequence of expert ids: pass ints, or None "
+            "for all"
+        ) from error
     if not ids:
         raise ConfigError("experts is empty, expected at least one expert id (None means all)")
+    # a mask would pass as experts 0 and 1
+    masks = [e for e in chosen if isinstance(e, bool) or getattr(e, "dtype", None) == torch.bool]
+    if masks:
+        raise ConfigError(
+            f"experts holds {masks[0]!r}, expected expert ids: name them, a mask is not taken"
+        )
     outside = [expert for expert in ids if not 0 <= expert < num_experts]
     if outside:
         raise ConfigError(
@@ -155,8 +148,104 @@ def expert_ids(experts: Iterable[int] | None, num_experts: int) -> tuple[int, ..
         )
     if len(set(ids)) != len(ids):
         twice = next(expert for place, expert in enumerate(ids) if expert in ids[:place])
-        raise ConfigError(f"experts names {twice} twice, expected each id once")
+        raise ConfigError(f"experts names {twice} twice, expected each id once: leave one out")
     return ids
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DECODED_DTYPES:
+        raise ConfigError(
+            f"dtype is {shown(dtype)}, expected {', '.join(map(str, DECODED_DTYPES))}: experts "
+            "decode to these only, as torch.dtype, not by name"
+        )
+
+
+def _usable_device(device: torch.device | str | None) -> torch.device:
+    """The device with its name resolved, after something was put there."""
+    try:
+        target = torch.get_default_device() if device is None else torch.device(device)
+        torch.empty(0, device=target)
+    # torch has no one class for this: each missing backend fails in its own way
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[:1]
+        raise ConfigError(
+            f"device is {shown(device)}, expected one that torch can use here, found none "
+            f"({': '.join([type(error).__name__, *reason])}): name another, such as 'cpu'"
+        ) from error
+    if target.type == "meta":
+        raise ConfigError(
+            "device is meta, expected one that holds data: K3ForCausalLM(config) under "
+            "torch.device('meta') builds a model without weights"
+        )
+    return target
+
+
+def _check_kernels(kernels: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Ask dispatch about the experts' op now: their weights take minutes to read."""
+    if kernels not in dispatch.BACKENDS:
+        raise ConfigError(
+            f"kernels is {shown(kernels)}, expected one of {', '.join(dispatch.BACKENDS)}: "
+            "'auto' takes the best there is"
+        )
+    if kernels == "auto":
+        return
+    try:
+        dispatch.choose("moe_lora", kernels, torch.empty(0, dtype=dtype, device=device))
+    except ValueError as error:
+        raise ConfigError(f"kernels is {kernels!r}: {error}") from error
+
+
+def _sound_survey(path: str | Path) -> Survey:
+    survey = survey_checkpoint(path)
+    survey.require_sound()
+    if not survey.has_weights:
+        named = sorted(set((survey.listed or {}).values()))
+        raise CheckpointError(
+            f"{path}: expected safetensors files beside config.json"
+            + (f", {named[0]} to {named[-1]} as its index says" if named else "")
+            + ", found none: download them"
+        )
+    return survey
+
+
+def _build(
+    survey: Survey, name: str, dtype: torch.dtype, experts: tuple[int, ...] | None, kernels: str
+) -> K3ForCausalLM:
+    """The model on the meta device."""
+    try:
+        config = model_config(survey.config)
+        config.dtype = dtype
+        config.name_or_path = name
+        with torch.device("meta"):
+            return K3ForCausalLM(config, experts=experts, kernels=kernels)
+    except K3TuneError:
+        raise
+    # transformers checks the fields it shares with other models, some by failing on them
+    except Exception as error:
+        raise ConfigError(
+            f"{survey.folder}: config.json has a field that transformers cannot use "
+            f"({type(error).__name__}: {shown(str(error))}): use config.json as published"
+        ) from error
+
+
+def model_config(published: Mapping[str, Any]) -> K3Config:
+    """The model's config from a ``config.json``: nested, or its ``text_config`` alone."""
+    nested = dict(published) if "text_config" in published else {"text_config": dict(published)}
+    return K3Config.from_dict(nested)
+
+
+def _fill_parameters(
+    model: nn.Module, survey: Survey, loader: "_Loader", ids: tuple[int, ...], begin: float
+) -> LoadReport:
+    plan = _plan(survey, ids)
+    _compare_model(model, plan, len(ids))
+    loader.run(plan, len(ids))
+    for name, tensor in loader.filled.items():
+        parent, _, leaf = name.rpartition(".")
+        module = model.get_submodule(parent)
+        trained = module.get_parameter(leaf).requires_grad
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=trained))
+    return _report(survey, plan, loader.bytes_read, ids, time.perf_counter() - begin)
 
 
 class _Step(NamedTuple):
@@ -206,15 +295,19 @@ def _compare_model(model: nn.Module, plan: list[_Step], rows: int) -> None:
 class _Loader:
     """Fills tensors from files; ``filled`` holds them by parameter name."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, progress: bool | None = None
+    ) -> None:
         self.dtype, self.device = dtype, device
+        self.progress = sys.stderr.isatty() if progress is None else progress
         self.filled: dict[str, Tensor] = {}
         self.bytes_read = 0
         self._staging: Tensor | None = None
 
-    def run(self, plan: list[_Step], rows: int, progress: bool) -> None:
+    def run(self, plan: list[_Step], rows: int) -> None:
         total = sum(step.stored.size_bytes for step in plan)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=not progress) as bar:
+        hidden = not self.progress
+        with tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=hidden) as bar:
             done = 0
             for file, steps in groupby(plan, key=lambda step: step.stored.file):
                 with ShardReader(file) as shard:
@@ -262,7 +355,7 @@ class _Loader:
             raise CheckpointError(
                 f"{shard.file}: tensor {step.name}: expected {heads} values, one a head, then "
                 f"zeros only, found {values[place].item()} at position {place} of {len(values)}: "
-                "is the config's num_heads right?"
+                "take config.json, with its num_heads, and weights from one checkpoint"
             )
         target.copy_(values[:heads])
 
@@ -275,7 +368,8 @@ class _Loader:
             row, group = divmod(place, step.spec.shape[-1])
             raise CheckpointError(
                 f"{shard.file}: tensor {step.name}: expected scale bytes of 0 to 254, found "
-                f"{_SCALE_NAN} (not a number) at row {row}, group {group}: the file is damaged"
+                f"{_SCALE_NAN} (not a number) at row {row}, group {group}: the file is damaged, "
+                "download it again"
             )
 
 
@@ -293,10 +387,11 @@ def _report(
         vision_tensors_skipped=len(vision),
         vision_bytes_skipped=sum(stored),
         seconds=seconds,
+        ignored_files=tuple(survey.ignored_files),
     )
     logger.info(
-        "%s: read %d tensors, %d bytes in %.1f s; skipped %d image-tower tensors (%d bytes) and "
-        "%d tensors of experts held elsewhere",
+        "%s: read %d tensors, %d bytes in %.1f s; skipped %d image-tower tensors (%d bytes), "
+        "%d tensors of experts held elsewhere and %d files that are no part of the checkpoint",
         survey.folder,
         report.tensors,
         report.bytes_read,
@@ -304,14 +399,14 @@ def _report(
         report.vision_tensors_skipped,
         report.vision_bytes_skipped,
         report.expert_tensors_skipped,
+        len(report.ignored_files),
     )
     return report
 
 
-def _move_buffers(model: nn.Module, device: torch.device | str | None) -> None:
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
     """Buffers are data the model computed itself, on the CPU; they follow the parameters."""
-    target = torch.get_default_device() if device is None else device
     for name, buffer in list(model.named_buffers()):
         assert not buffer.is_meta, f"{name=} was left without data"
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, buffer.to(target))
+        setattr(model.get_submodule(parent), leaf, buffer.to(device))

@@ -15,6 +15,7 @@ class LoadReport:
         vision_tensors_skipped: image-tower tensors, never read.
         vision_bytes_skipped: their bytes, as far as their files are there.
         seconds: time the load took.
+        ignored_files: safetensors files in the folder that are no part of the checkpoint.
     """
 
     tensors: int
@@ -24,3 +25,4 @@ class LoadReport:
     vision_tensors_skipped: int
     vision_bytes_skipped: int
     seconds: float
+    ignored_files: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from k3tune.errors import CheckpointError
+from k3tune.published.safetensors_files import unreadable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -17,26 +18,31 @@ def resolve_checkpoint(path: str | Path, *, weights: bool = True) -> Path:
         weights: also download the safetensors files, not config and index alone.
 
     Raises:
-        CheckpointError: if ``path`` is a file, or the download fails (no network, offline mode, no
-            such repository, no access).
+        CheckpointError: if ``path`` is a file or no usable name, or the download fails (no network,
+            offline mode, no such repository, no access).
     """
     folder = Path(path)
-    if folder.is_file():
+    try:
+        is_file, is_folder = folder.is_file(), folder.is_dir()
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    if is_file:
         raise CheckpointError(
             f"{folder}: expected a checkpoint folder, found a file: pass the folder that holds "
             "config.json and the safetensors files (k3tune loads no pickle and no lone file)"
         )
-    if folder.is_dir() or not isinstance(path, str) or not _HUB_ID.fullmatch(path):
+    if is_folder or not isinstance(path, str) or not _HUB_ID.fullmatch(path):
         return folder
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
-    # every error of the hub client and of its transport is one of the two
-    except (OSError, ValueError) as error:
+    # whatever stops the hub client: its transport's errors come through with classes of their own
+    except Exception as error:
+        said = str(error).strip().splitlines()[:1]
         raise CheckpointError(
             f"{path}: expected a folder or a hub repository, found no such folder here, and the "
-            f"download failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}): "
+            f"download failed ({': '.join([type(error).__name__, *said])}): "
             "pass a local folder, or go online once so that the files are in the hub's cache"
         ) from error

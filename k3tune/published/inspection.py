@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3tune.files import shown
 from k3tune.published.architecture import Architecture
 from k3tune.published.hub import resolve_checkpoint
 from k3tune.published.safetensors_files import tensor_bytes
@@ -49,6 +50,7 @@ class Inspection:
         has_weights: whether any safetensors file is there; otherwise sizes are the config's.
         has_index: whether tensor names come from an index or a file, not from the config alone.
         problems: what is wrong, as sentences.
+        ignored_files: safetensors files in the folder that are no part of the checkpoint.
     """
 
     folder: Path
@@ -58,6 +60,7 @@ class Inspection:
     has_weights: bool
     has_index: bool
     problems: list[str] = field(default_factory=list)
+    ignored_files: list[str] = field(default_factory=list)
 
     def total(self, *, text: bool = False) -> Tally:
         """The whole checkpoint, or with ``text`` all but the image tower."""
@@ -77,7 +80,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
 
     Raises:
         ConfigError: if the config is missing or not K3's.
-        CheckpointError: if the index does not parse, or the hub cannot be reached.
+        CheckpointError: if folder or index cannot be read, or the hub cannot be reached.
     """
     survey = survey_checkpoint(resolve_checkpoint(path, weights=False))
     groups = {group: Tally() for group in GROUPS}
@@ -93,6 +96,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         has_weights=survey.has_weights,
         has_index=survey.listed is not None or survey.has_weights,
         problems=survey.problems,
+        ignored_files=survey.ignored_files,
     )
 
 
@@ -162,6 +166,11 @@ def _heading(inspection: Inspection) -> Iterator[str]:
         yield (
             f"{inspection.dtypes[_UNKNOWN].tensors} tensors have unknown sizes and count as 0 "
             "parameters: no header tells them and config.json does not either"
+        )
+    if ignored := inspection.ignored_files:
+        yield (
+            f"{len(ignored)} other safetensors files are no part of the checkpoint and not read: "
+            + shown(ignored)
         )
 
 

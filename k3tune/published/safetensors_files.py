@@ -7,12 +7,16 @@ counts against the process that only wanted to copy from it once.
 import json
 import math
 import os
+import pickletools
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from k3tune.errors import CheckpointError
+from k3tune.errors import CheckpointError, K3TuneError
+from k3tune.files import path_text, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -21,6 +25,9 @@ SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_RANK = 16
 _LENGTH_BYTES = 8
+# Enough to tell a pickle by its first operations.
+_HEAD_BYTES = 64
+_LONGEST_NAME = 1000
 _DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -41,6 +48,8 @@ _DTYPE_BITS = {
     "F64": 64,
 }
 _AGAIN = "download the file again"
+# Escapes of characters beyond 16 bits are pairs of these; one alone is no character.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class StoredTensor(NamedTuple):
@@ -58,22 +67,26 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * _DTYPE_BITS[dtype] // 8
 
 
-def read_json(text: bytes, file: Path) -> dict[str, Any]:
-    """Parse a JSON object in which no key may stand twice.
+def read_json(
+    text: bytes, file: Path, error: type[K3TuneError] = CheckpointError
+) -> dict[str, Any]:
+    """Parse a JSON object in which no key may stand twice; a byte-order mark is skipped.
 
     Raises:
-        CheckpointError: naming ``file``, if ``text`` is anything else.
+        K3TuneError: of class ``error`` and naming ``file``, if ``text`` is anything else.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: expected a JSON object, found text that does not parse ({error}): {_AGAIN}"
-        ) from error
+        decoded = text.decode("utf-8-sig")
+        value = json.loads(decoded, object_pairs_hook=_unique_keys)
+        if _SURROGATE.search(decoded):
+            # half a character could neither be printed nor name a file
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as reason:
+        raise error(
+            f"{file}: expected a JSON object, found text that does not parse ({reason}): {_AGAIN}"
+        ) from reason
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{file}: expected a JSON object, found a {type(value).__name__}: {_AGAIN}"
-        )
+        raise error(f"{file}: expected a JSON object, found a {type(value).__name__}: {_AGAIN}")
     return value
 
 
@@ -81,16 +94,36 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {twice!r} stands twice")
+        raise ValueError(f"key {shown(twice)} stands twice")
     return table
 
 
-def pickle_message(file: Path) -> str:
+def check_names(names: Iterable[str], file: Path) -> None:
+    """Refuse names of tensors that would break up the sentences they are quoted in.
+
+    Raises:
+        CheckpointError: with the first name that is endless or holds control characters.
+    """
+    for name in names:
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise CheckpointError(
+                f"{file}: expected printable names of at most {_LONGEST_NAME} characters, found "
+                f"tensor {shown(name)}: {_AGAIN}"
+            )
+
+
+def pickle_message(file: Path, found: str = "a pickle") -> str:
     """Why a pickle is refused."""
     return (
-        f"{file}: expected safetensors, found a pickle: loading one runs its code, so k3tune "
+        f"{file}: expected safetensors, found {found}: loading one runs its code, so k3tune "
         "refuses it; use the safetensors files as published"
     )
+
+
+def unreadable(path: str | Path, error: OSError | ValueError) -> str:
+    """What the system said of a path: no access, too long a name, no name at all."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return f"{path_text(path)}: cannot be read ({reason}): check its name and permissions"
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -103,13 +136,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         with open(file, "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
-            length = _header_length(file, stream.read(_LENGTH_BYTES + 1), file_bytes)
+            length = _header_length(file, stream.read(_HEAD_BYTES), file_bytes)
             stream.seek(_LENGTH_BYTES)
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(unreadable(file, error)) from error
     header = read_json(text, file)
     header.pop("__metadata__", None)
+    check_names(header, file)
     start = _LENGTH_BYTES + length
     tensors = {name: _entry(file, name, entry, start) for name, entry in header.items()}
     _check_layout(file, tensors, start, file_bytes)
@@ -117,19 +151,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
-    if len(head) <= _LENGTH_BYTES:
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    brace = head[_LENGTH_BYTES : _LENGTH_BYTES + 1]
+    # a header of 640 bytes starts like a pickle, so the brace behind the length decides
+    if brace == b"{" and length <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
+        return length
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        raise CheckpointError(pickle_message(file))
+    if _looks_like_an_old_pickle(head):
+        raise CheckpointError(pickle_message(file, "what looks like a pickle"))
+    if not brace:
         raise CheckpointError(
             f"{file}: expected a safetensors file, found {file_bytes} bytes, too short for a "
             f"header (truncated): {_AGAIN}"
         )
-    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
-    # a header of 640 bytes starts like a pickle, so the brace behind the length decides
-    if head[_LENGTH_BYTES:] == b"{" and length <= min(
-        _MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES
-    ):
-        return length
-    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        raise CheckpointError(pickle_message(file))
     if length > _MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{file}: expected a safetensors header of at most {_MAX_HEADER_BYTES} bytes, found "
@@ -141,9 +176,25 @@ def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
             f"(truncated): {_AGAIN}"
         )
     raise CheckpointError(
-        f"{file}: expected a safetensors header that opens with '{{', found "
-        f"{head[_LENGTH_BYTES:]!r}: {_AGAIN}"
+        f"{file}: expected a safetensors header that opens with '{{', found {brace!r}: {_AGAIN}"
     )
+
+
+def _looks_like_an_old_pickle(head: bytes) -> bool:
+    """Whether ``head`` is pickle of protocol 0 or 1, which has no mark: several sound operations.
+
+    It is taken apart, never run.
+    """
+    operations = 0
+    try:
+        for operation, _, _ in pickletools.genops(head):
+            if operation.name == "STOP":
+                return operations > 0
+            operations += 1
+    except ValueError:
+        # text is cut off somewhere, or no pickle; zeros and most other bytes are no operation
+        pass
+    return operations >= 3
 
 
 def _is_size(value: Any) -> bool:
@@ -155,12 +206,13 @@ def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
         raise CheckpointError(
-            f"{file}: tensor {name}: expected a dtype of {', '.join(_DTYPE_BITS)}, found {dtype!r}"
+            f"{file}: tensor {name}: expected a dtype of {', '.join(_DTYPE_BITS)}, found "
+            f"{shown(dtype)}: {_AGAIN}"
         )
     if not isinstance(shape, list) or len(shape) > _MAX_RANK or not all(map(_is_size, shape)):
         raise CheckpointError(
             f"{file}: tensor {name}: expected a shape of at most {_MAX_RANK} sizes, found "
-            f"{str(shape)[:100]}"
+            f"{shown(shape)}: {_AGAIN}"
         )
     if (
         not isinstance(offsets, list)
@@ -169,14 +221,15 @@ def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
         or offsets[0] > offsets[1]
     ):
         raise CheckpointError(
-            f"{file}: tensor {name}: expected data_offsets [begin, end], found {str(offsets)[:100]}"
+            f"{file}: tensor {name}: expected data_offsets [begin, end], found {shown(offsets)}: "
+            f"{_AGAIN}"
         )
     begin, end = offsets
     size = tensor_bytes(dtype, tuple(shape))
     if end - begin != size:
         raise CheckpointError(
             f"{file}: tensor {name}: expected {size} bytes for {dtype} {shape}, found data_offsets "
-            f"{offsets} of {end - begin} bytes"
+            f"{offsets} of {end - begin} bytes: {_AGAIN}"
         )
     return StoredTensor(file, dtype, tuple(shape), start + begin, size)
 
@@ -189,7 +242,7 @@ def _check_layout(
         if tensor.offset != position:
             raise CheckpointError(
                 f"{file}: tensor {name}: expected to begin at byte {position - start} of the data, "
-                f"found {tensor.offset - start}: tensors overlap or leave a gap"
+                f"found {tensor.offset - start} (tensors overlap or leave a gap): {_AGAIN}"
             )
         position += tensor.size_bytes
         if position > file_bytes:
@@ -211,7 +264,7 @@ class ShardReader:
         try:
             self._descriptor = os.open(file, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+            raise CheckpointError(unreadable(file, error)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -237,7 +290,7 @@ class ShardReader:
                 count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.file}: tensor {name}: cannot be read ({error.strerror})"
+                    f"{self.file}: tensor {name}: cannot be read ({error.strerror}): check the disk"
                 ) from error
             if count == 0:
                 raise CheckpointError(

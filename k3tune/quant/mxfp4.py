@@ -7,6 +7,8 @@ even column in the low nibble) and ``scale`` u8 ``[..., O, G]`` (one E8M0 expone
 Legend: O output features, I input features, G groups of 32 along I.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +17,9 @@ from torch import Tensor
 
 from k3tune.errors import QuantizationError
 from k3tune_kernels import mxfp4
-from k3tune_kernels.mxfp4 import GROUP_SIZE
+from k3tune_kernels.mxfp4.reference import check_packed, first_place
 
-SCALE_RULES = ("ceil", "floor")
 _NAN_SCALE = 255
-_DECODED_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-_ENCODED_DTYPES = (*_DECODED_DTYPES, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,8 @@ class MXFP4Tensor:
     scale: Tensor
 
     def __post_init__(self) -> None:
-        _check_pair(self.packed, self.scale, "weight")
+        with _naming():
+            check_packed("weight", self.packed, self.scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -82,13 +82,14 @@ def pack(codes: Tensor) -> Tensor:
     _check_bytes(codes, "codes")
     if codes.shape[-1] % 2:
         raise QuantizationError(
-            f"codes has {codes.shape[-1]} columns, expected an even number: a byte holds two"
+            f"codes has {codes.shape[-1]} columns, expected an even number: a byte holds two, "
+            "append one"
         )
     above = codes > 15
     if above.any():
         raise QuantizationError(
             f"codes holds {int(codes.max())}, expected E2M1 codes 0..15: "
-            f"{int(above.sum())} of {codes.numel()} are above"
+            f"{int(above.sum())} of {codes.numel()} are above, take their low four bits"
         )
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
@@ -110,8 +111,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def dequantize(
-    packed: Tensor,
-    scale: Tensor,
+    packed: Tensor | MXFP4Tensor,
+    scale: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
     name: str = "weight",
@@ -123,8 +124,8 @@ def dequantize(
     253 and 254 larger values become inf, as in any IEEE conversion.
 
     Args:
-        packed: u8 ``[..., O, I/2]``.
-        scale: u8 ``[..., O, I/32]``, bytes 0..254.
+        packed: u8 ``[..., O, I/2]``, or an :class:`MXFP4Tensor`, what :func:`quantize` returns.
+        scale: u8 ``[..., O, I/32]``, bytes 0..254; None with an :class:`MXFP4Tensor`, which has it.
         dtype: of the result: bf16, fp32 or fp64.
         name: of the weight, for the errors.
 
@@ -132,16 +133,23 @@ def dequantize(
         ``[..., O, I]`` in ``dtype``.
 
     Raises:
-        QuantizationError: for tensors that do not belong together, or a scale byte of 255 (E8M0's
-            NaN), naming the weight and the first place.
+        QuantizationError: for tensors that do not belong together, another dtype, or a scale byte
+            of 255 (E8M0's NaN), naming the weight and the first place.
     """
-    _check_pair(packed, scale, name)
-    if dtype not in _DECODED_DTYPES:
+    if isinstance(packed, MXFP4Tensor) != (scale is None):
         raise QuantizationError(
-            f"{name} cannot be decoded to {dtype}, expected one of {_DECODED_DTYPES}"
+            f"{name}: expected packed and scale, or one MXFP4Tensor, found "
+            f"{type(packed).__name__} and {type(scale).__name__}: pass either"
         )
+    if isinstance(packed, MXFP4Tensor):
+        weight = packed
+        packed, scale = weight.packed, weight.scale
+    assert scale is not None, f"{name=} has no scale"
+    with _naming():
+        check_packed(name, packed, scale)
     _check_scale_values(scale, name)
-    return mxfp4.decode(packed, scale, dtype)
+    with _naming(f"{name}: "):
+        return mxfp4.decode(packed, scale, dtype)
 
 
 def quantize(
@@ -154,65 +162,41 @@ def quantize(
 
     With ``amax`` the largest magnitude of a group, ``"ceil"`` takes the exponent
     ``ceil(log2(amax / 6))`` (nothing saturates) and ``"floor"`` takes ``floor(log2(amax)) - 2``
-    (values above 6 * 2^exponent saturate, small ones keep one more bit). Exponents are clamped to
-    -127..127, and a group of zeros takes -127. K3's own rule is not published, so a decoded base
-    encoded again may differ: the base is never re-encoded.
+    (values above 6 * 2^exponent saturate, small ones keep one more bit). An exponent below -127
+    becomes -127, where values round to multiples of 2^-128; so does a group of zeros. One above
+    127 is refused. K3's own rule is not published, so a decoded base encoded again may differ: the
+    base is never re-encoded.
 
     Args:
         weight: floating ``[..., O, I]``, ``I`` a multiple of 32, finite.
         scale_rule: ``"ceil"`` or ``"floor"``.
         name: of the weight, for the errors.
 
+    Returns:
+        The packed weight; :func:`dequantize` takes it as it is.
+
     Raises:
-        QuantizationError: for a dtype, width or value that cannot be encoded, or another rule.
+        QuantizationError: for a dtype or width that cannot be encoded or another rule; for a value
+            that is not finite or beyond the largest scale (only fp64 holds such), with its place.
     """
-    if scale_rule not in SCALE_RULES:
-        raise QuantizationError(
-            f"scale_rule is {scale_rule!r} for {name}, expected one of {', '.join(SCALE_RULES)}"
-        )
-    if weight.dtype not in _ENCODED_DTYPES:
-        raise QuantizationError(f"{name} is {weight.dtype}, expected one of {_ENCODED_DTYPES}")
-    if weight.dim() < 2 or weight.shape[-1] % GROUP_SIZE:
-        raise QuantizationError(
-            f"{name} has shape {list(weight.shape)}, expected [..., O, I] with I a multiple of "
-            f"{GROUP_SIZE}: one scale covers {GROUP_SIZE} columns"
-        )
-    bad = ~torch.isfinite(weight)
-    if bad.any():
-        raise QuantizationError(
-            f"{name} holds {int(bad.sum())} values that are not finite, the first "
-            f"{weight[bad][0].item()} at {_first_place(bad)}: MXFP4 has no inf or nan"
-        )
-    return MXFP4Tensor(*mxfp4.encode(weight, scale_rule=scale_rule))
+    with _naming(f"{name}: "):
+        return MXFP4Tensor(*mxfp4.encode(weight, scale_rule=scale_rule))
+
+
+@contextmanager
+def _naming(prefix: str = "") -> Iterator[None]:
+    """Turn what the kernels refuse into an error of this library, with the weight's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise QuantizationError(f"{prefix}{error}") from error
 
 
 def _check_bytes(tensor: Tensor, name: str) -> None:
     if tensor.dtype != torch.uint8 or tensor.dim() < 1:
         raise QuantizationError(
-            f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, expected uint8 [..., columns]"
-        )
-
-
-def _check_pair(packed: Tensor, scale: Tensor, name: str) -> None:
-    for part, tensor in (("packed", packed), ("scale", scale)):
-        if tensor.dtype != torch.uint8:
-            raise QuantizationError(
-                f"{name}: {part} is {tensor.dtype}, expected uint8: pass the bytes as published"
-            )
-    if packed.dim() < 2 or packed.shape[-1] % (GROUP_SIZE // 2):
-        raise QuantizationError(
-            f"{name}: packed has shape {list(packed.shape)}, expected [..., O, I/2] with I a "
-            f"multiple of {GROUP_SIZE}"
-        )
-    expected = [*packed.shape[:-1], 2 * packed.shape[-1] // GROUP_SIZE]
-    if list(scale.shape) != expected:
-        raise QuantizationError(
-            f"{name}: scale has shape {list(scale.shape)}, expected {expected} beside packed "
-            f"{list(packed.shape)}: one byte for {GROUP_SIZE} columns"
-        )
-    if packed.device != scale.device:
-        raise QuantizationError(
-            f"{name}: packed is on {packed.device} and scale on {scale.device}, expected one device"
+            f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, expected uint8 "
+            "[..., columns]: pass bytes"
         )
 
 
@@ -220,13 +204,6 @@ def _check_scale_values(scale: Tensor, name: str) -> None:
     bad = scale == _NAN_SCALE
     if bad.any():
         raise QuantizationError(
-            f"{name}: scale byte {_NAN_SCALE} (not a number) at {_first_place(bad, 'group')}, "
+            f"{name}: scale byte {_NAN_SCALE} (not a number) at {first_place(bad, 'group')}, "
             f"{int(bad.sum())} in all, expected 0..254: the file is damaged or no MXFP4 weight"
         )
-
-
-def _first_place(bad: Tensor, last: str = "column") -> str:
-    """Say where the first true value of ``[..., O, X]`` is."""
-    *stack, row, column = (int(index) for index in bad.nonzero()[0])
-    place = f"row {row}, {last} {column}"
-    return f"{list(stack)}, {place}" if stack else place

@@ -5,6 +5,7 @@ Every op lists its kernels as :class:`Specialization`; the tests and the table o
 ``TRITON_INTERPRET=1`` cannot compile.
 """
 
+import importlib
 import re
 import subprocess
 import tempfile
@@ -16,6 +17,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+COMPILED_OPS = ("moe_lora", "situ_glu", "attention_residual", "linear_cross_entropy")
+"""Ops that have kernels, and with them a ``specializations`` module."""
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -45,16 +49,18 @@ class Specialization:
     Attributes:
         name: what the reports call it; its part before the first blank names the op and kernel.
         kernel: the ``@triton.jit`` function.
-        arguments: type of each run-time argument, as ``"*bf16"``, ``"i32"`` or ``"fp32"``.
+        arguments: type of each run-time argument, as ``"*bf16"``, ``"i32"`` or ``"fp32"``; a tuple
+            of types where the argument is a tuple.
         constants: value of each ``tl.constexpr`` argument (``None`` for an absent pointer, too).
         options: ``num_warps`` and ``num_stages``.
         unaligned: run-time integers that are not multiples of 16; pointers always are.
-        large: whether the tile is one that must reach the newest matrix instructions.
+        large: whether the tile is a large one of matrix products, which must reach the newest
+            matrix instructions.
     """
 
     name: str
     kernel: Any
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, str | tuple[str, ...]]
     constants: Mapping[str, Any]
     options: Mapping[str, int] = field(default_factory=lambda: {"num_warps": 4, "num_stages": 2})
     unaligned: frozenset[str] = frozenset()
@@ -71,6 +77,18 @@ class Compiled:
     matrix_instructions: Mapping[str, int]
 
 
+def specializations(op: str, arch: str) -> list[Specialization]:
+    """The list that ``k3tune_kernels.<op>.specializations`` gives for a target."""
+    module = importlib.import_module(f"k3tune_kernels.{op}.specializations")
+    return module.specializations(arch)
+
+
+def compile_named(op: str, target: str, name: str) -> Compiled:
+    """:func:`compile_for` of one entry by its name, for use in another process."""
+    listed = {each.name: each for each in specializations(op, target)}
+    return compile_for(listed[name], target)
+
+
 def compile_for(specialization: Specialization, target: str) -> Compiled:
     """Compile one kernel for one of :data:`TARGETS`.
 
@@ -82,10 +100,10 @@ def compile_for(specialization: Specialization, target: str) -> Compiled:
     assert set(names) == given, f"{specialization.name}: {set(names) ^ given} on one side only"
     signature = {name: specialization.arguments.get(name, "constexpr") for name in names}
     aligned = {
-        (index,): [["tt.divisibility", 16]]
+        place: [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*")
-        or (signature[name] in ("i32", "i64") and name not in specialization.unaligned)
+        for place, kind in _places(index, signature[name])
+        if kind.startswith("*") or (kind in ("i32", "i64") and name not in specialization.unaligned)
     }
     source = ASTSource(
         specialization.kernel, signature, constexprs=dict(specialization.constants), attrs=aligned
@@ -98,6 +116,13 @@ def compile_for(specialization: Specialization, target: str) -> Compiled:
     registers, spilled = _cuda_usage(compiled.asm["cubin"]) if is_cuda else _amd_usage(assembly)
     counts = {name: assembly.count(name) for name in MATRIX_INSTRUCTIONS if name in assembly}
     return Compiled(registers, spilled, compiled.metadata.shared, counts)
+
+
+def _places(index: int, kind: str | tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
+    """Where Triton looks up attributes of an argument, and the type found there."""
+    if isinstance(kind, str):
+        return [((index,), kind)]
+    return [((index, position), element) for position, element in enumerate(kind)]
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Real bf16 arithmetic for Triton's CPU interpreter (for tests only).
 
 The interpreter keeps bf16 as 16-bit integers. As shipped, ``tl.dot`` and arithmetic work on those
-bit patterns, fp32 becomes bf16 by truncation, and ``tl.dot_scaled`` takes bf16 through fp16.
+bit patterns, fp32 becomes bf16 by truncation, and ``tl.dot_scaled`` takes bf16 through fp16 (or, in
+Triton 3.7, is missing).
 Importing this module replaces the methods concerned: operands are widened to fp32, results rounded
 to nearest even. ``tl.sum`` over bf16 stays wrong: kernels cast to fp32 before every reduction.
 
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-RAN_WITH = ("3.9.0",)
+RAN_WITH = ("3.7.1", "3.9.0")
 
 _Builder = interpreter.InterpreterBuilder
 _Handle = interpreter.TensorHandle
@@ -25,7 +27,6 @@ _shipped = {
     name: getattr(_Builder, name)
     for name in ("create_dot", "binary_op", "unary_op", "cast_impl", "create_fp_to_fp")
 }
-_shipped_mxfp_value = interpreter._mxfp_value_handle_to_float32
 
 
 def _widened(handle: Any) -> Any:
@@ -86,10 +87,33 @@ def _create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
     return _cast_impl(self, src, dst_type)
 
 
-def _mxfp_value(handle: Any) -> np.ndarray:
-    if handle.dtype.scalar == tl.bfloat16:
-        return _widened(handle).data
-    return _shipped_mxfp_value(handle)
+def _get_bf16(self: Any, value: float) -> Any:
+    return _rounded(np.array([value], dtype=np.float32))
+
+
+def _create_dot_scaled(
+    self: Any,
+    lhs: Any,
+    lhs_scale: Any,
+    lhs_format: Any,
+    rhs: Any,
+    rhs_scale: Any,
+    rhs_format: Any,
+    fast_math: bool,
+    lhs_k_pack: bool,
+    rhs_k_pack: bool,
+    acc: Any,
+) -> Any:
+    """The one form the kernels use: bf16 without scales, by E2M1 packed along K."""
+    assert lhs_scale is None and lhs.dtype.scalar == tl.bfloat16, f"{lhs_scale=} {lhs.dtype=}"
+    assert rhs_format == interpreter._ir.ScaleDotElemTypeTY.E2M1 and rhs_k_pack, f"{rhs_format=}"
+    codes = np.stack([rhs.data & 15, rhs.data >> 4], axis=1).reshape(-1, rhs.data.shape[1])
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+    values = np.where(codes & 8, -grid[codes & 7], grid[codes & 7])
+    exponents = np.repeat(rhs_scale.data.T, 32, axis=0)
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    weights = values * np.where(exponents == 255, np.float32("nan"), scales)
+    return _Handle(np.matmul(_widened(lhs).data, weights) + acc.data, tl.float32)
 
 
 _Builder.create_dot = _create_dot
@@ -97,7 +121,19 @@ _Builder.binary_op = _binary_op
 _Builder.unary_op = _unary_op
 _Builder.cast_impl = _cast_impl
 _Builder.create_fp_to_fp = _create_fp_to_fp
-interpreter._mxfp_value_handle_to_float32 = _mxfp_value
+_Builder.get_bf16 = _get_bf16
+_Builder.create_dot_scaled = _create_dot_scaled
+
+
+if triton.__version__.startswith("3.7"):
+    # Its checks of a dot_scaled expect format names as compiled code passes them.
+    _shipped_check = TritonSemantic.dot_scaled
+
+    def _dot_scaled(self: Any, *args: Any) -> Any:
+        named = [tl.constexpr(each) if isinstance(each, str) else each for each in args]
+        return _shipped_check(self, *named)
+
+    TritonSemantic.dot_scaled = _dot_scaled
 
 
 @triton.jit

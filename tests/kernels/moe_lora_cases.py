@@ -1,7 +1,7 @@
 """Operands for the tests of ``moe_lora``, and an oracle that shares no code with the op.
 
-Shapes: N tokens, A active experts a token, D model (latent) dim, F expert hidden dim, E local experts,
-R LoRA rank.
+Shapes: N tokens, A active experts a token, D model (latent) dim, F expert hidden dim, E local
+experts, R LoRA rank.
 """
 
 from collections.abc import Callable

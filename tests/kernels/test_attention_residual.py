@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention_residual_cases import EPS, exact, inputs, names, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention_residual_cases import EPS, exact, inputs, names, run
 from closeness import assert_close
 from k3tune_kernels.attention_residual import attention_residual
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from k3tune_kernels import dispatch
 
 OP = "moe_lora"

@@ -4,11 +4,11 @@ import weakref
 
 import pytest
 import torch
-from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from closeness import assert_close
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
+from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 21, 63, 1024])

@@ -1,9 +1,10 @@
-"""The op against an fp64 oracle, through its reference; what it promises of gradients and memory."""
+"""The op through its reference: against an fp64 oracle, and what it promises of gradients."""
 
 import dataclasses
 
 import pytest
 import torch
+
 from closeness import assert_close, relative_l2
 from k3tune_kernels import dispatch
 from k3tune_kernels.moe_lora import LoraFactors, MoELora, moe_lora

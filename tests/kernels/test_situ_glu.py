@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from situ_glu_cases import BOUNDS, NAMES, exact, inputs, run, saturated
 
 from closeness import assert_close
 from k3tune_kernels.situ_glu import situ_glu
+from situ_glu_cases import BOUNDS, NAMES, exact, inputs, run, saturated
 
 
 def test_situ_glu_equals_the_equation_in_fp64():

@@ -1,11 +1,11 @@
 """The small ops' Triton kernels as compiled, on a GPU, at K3's widths."""
 
-import attention_residual_cases
-import linear_cross_entropy_cases
 import pytest
-import situ_glu_cases
 import torch
 
+import attention_residual_cases
+import linear_cross_entropy_cases
+import situ_glu_cases
 from closeness import assert_close
 
 pytestmark = pytest.mark.gpu

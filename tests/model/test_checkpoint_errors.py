@@ -289,26 +289,6 @@ def test_hub_id_is_downloaded_without_pickles_and_code(folder, monkeypatch):
     assert asked == [("example/Kimi-K3", ["*.json", "*.safetensors"])]
 
 
-@pytest.mark.parametrize(
-    ("experts", "parts"),
-    [
-        pytest.param([], ("experts is empty",), id="empty"),
-        pytest.param([1, 6], ("names 6", "from 0 to 5", "6 experts"), id="too_high"),
-        pytest.param([-1], ("names -1", "from 0 to 5"), id="negative"),
-        pytest.param([2, 4, 2], ("names 2 twice",), id="twice"),
-        pytest.param([0.5], ("[0.5]", "expected a sequence of expert ids"), id="fraction"),
-        pytest.param(3, ("experts is 3", "expected a sequence"), id="number"),
-    ],
-)
-def test_unusable_experts(folder, experts, parts):
-    _refused(folder, *parts, error=ConfigError, experts=experts)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_unusable_dtype(folder, dtype):
-    _refused(folder, f"dtype is {dtype}", "expected torch.bfloat16", error=ConfigError, dtype=dtype)
-
-
 def test_model_of_another_config(folder):
     with torch.device("meta"):
         model = K3ForCausalLM(K3Config.from_dict(make_config(vocab_size=96)))

@@ -1,7 +1,9 @@
 """Hostile and damaged headers give a message, never a crash or a giant allocation."""
 
 import json
+import pickle
 import tracemalloc
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given
@@ -47,6 +49,9 @@ def test_a_sound_header_gives_absolute_places(tmp_path):
         pytest.param(b'{"a":' + b"9" * 5000 + b"}", "does not parse", id="endless_number"),
         pytest.param(b"[1, 2]", "opens with '{'", id="list"),
         pytest.param(b'{"a": {}, "a": {}}', "key 'a' stands twice", id="key_twice"),
+        pytest.param(rb'{"\udc00": {}}', "does not parse", id="half_a_character"),
+        pytest.param({"a\x1b[2J": {}}, r"found tensor 'a\\x1b\[2J'", id="control_character"),
+        pytest.param({"a" * 5000: {}}, r"found tensor 'a+\.\.\.", id="endless_name"),
         pytest.param({"a": 3}, "tensor a: expected a dtype", id="no_object"),
         pytest.param({"a": {}}, "tensor a: expected a dtype of .* found None", id="no_fields"),
         pytest.param({"a": _tensor(0, 8, "U7")}, "expected a dtype of .* found 'U7'", id="dtype"),
@@ -74,8 +79,34 @@ def test_a_sound_header_gives_absolute_places(tmp_path):
 )
 def test_a_wrong_header_is_refused(tmp_path, header, message):
     file = _file(tmp_path, header)
-    with pytest.raises(CheckpointError, match=f"x.safetensors: .*{message}"):
+    with pytest.raises(CheckpointError, match=f"x.safetensors: .*{message}") as caught:
         read_header(file)
+    assert str(caught.value).endswith("download the file again")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    "content",
+    [{"a": [1.5]}, OrderedDict(a=1), [1, 2, 3], ("weights", b"\0" * 100), [], 3],
+    ids=lambda content: type(content).__name__,
+)
+def test_a_pickle_of_any_protocol_is_called_one(tmp_path, protocol, content):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(pickle.dumps(content, protocol))
+    with pytest.raises(CheckpointError, match=r"expected safetensors, found .*a pickle.*refuses"):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 100, b"<!DOCTYPE html><html>", b"version https://git-lfs", b"(" + b"\0" * 20],
+)
+def test_other_content_is_not_called_a_pickle(tmp_path, content):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_header(file)
+    assert "pickle" not in str(caught.value)
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12, 99_000_000])

@@ -196,7 +196,23 @@ def test_zeros_keep_their_sign_and_take_scale_byte_zero():
     weight[0, 1] = -0.0
     encoded = quantize(weight, scale_rule="ceil")
     assert encoded.scale.tolist() == [[0, 0]]
-    assert bits(dequantize(encoded.packed, encoded.scale, dtype=torch.float32)) == bits(weight)
+    assert bits(dequantize(encoded, dtype=torch.float32)) == bits(weight)
+
+
+def test_what_quantize_returns_is_what_dequantize_takes():
+    weight = torch.randn(3, 5, 64)
+    encoded = quantize(weight, scale_rule="ceil")
+    together = dequantize(encoded, dtype=torch.float64)
+    assert torch.equal(together, dequantize(encoded.packed, encoded.scale, dtype=torch.float64))
+    assert ((together - weight).abs() <= weight.abs().amax(-1, keepdim=True) / 4).all()
+
+
+def test_a_tensor_with_a_second_scale_and_bytes_without_one_are_refused():
+    encoded = quantize(torch.zeros(2, 32), scale_rule="ceil")
+    with pytest.raises(QuantizationError, match="or one MXFP4Tensor, found MXFP4Tensor and Ten"):
+        dequantize(encoded, encoded.scale, name="w1")
+    with pytest.raises(QuantizationError, match="found Tensor and NoneType: pass either"):
+        dequantize(encoded.packed)
 
 
 def test_floor_saturates_where_ceil_takes_the_next_scale():
@@ -206,12 +222,20 @@ def test_floor_saturates_where_ceil_takes_the_next_scale():
     assert dequantize(ceil.packed, ceil.scale).unique().tolist() == [8.0]
 
 
-@pytest.mark.parametrize("rule", ["ceil", "floor"])
-def test_values_beyond_the_largest_scale_saturate(rule):
-    weight = torch.full((1, 32), -1e300, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("rule", "largest"), [("ceil", 6.0 * 2.0**127), ("floor", math.nextafter(2.0**130, 0))]
+)
+def test_a_group_beyond_the_largest_scale_is_refused_with_its_place(rule, largest):
+    weight = torch.ones(2, 3, 64, dtype=torch.float64)
+    weight[1, 2, 40] = -largest
     encoded = quantize(weight, scale_rule=rule)
-    decoded = dequantize(encoded.packed, encoded.scale, dtype=torch.float64)
-    assert decoded.unique().tolist() == [-6.0 * 2.0**127]
+    assert dequantize(encoded, dtype=torch.float64)[1, 2, 40] == -6.0 * 2.0**127
+    for value in (math.nextafter(largest, math.inf), 1e308):
+        weight[1, 2, 40] = -value
+        with pytest.raises(
+            QuantizationError, match=r"w1: .*2\^127.* first -.* at \[1\], row 2, col.* 40"
+        ):
+            quantize(weight, scale_rule=rule, name="w1")
 
 
 @pytest.mark.parametrize("rule", ["ceil", "floor"])
@@ -253,12 +277,20 @@ def test_scale_byte_255_is_refused_by_name_and_place():
 @pytest.mark.parametrize(
     ("packed", "scale", "message"),
     [
-        (torch.zeros(4, 16), torch.zeros(4, 1).byte(), "w2: packed is torch.float32"),
-        (torch.zeros(4, 16).byte(), torch.zeros(4, 1), "w2: scale is torch.float32"),
-        (torch.zeros(16).byte(), torch.zeros(1).byte(), r"packed has shape \[16\]"),
+        (
+            torch.zeros(4, 16),
+            torch.zeros(4, 1).byte(),
+            "w2: expected uint8 packed and scale, found torch.float32 and",
+        ),
+        (
+            torch.zeros(4, 16).byte(),
+            torch.zeros(4, 1),
+            "found torch.uint8 and torch.float32: pass the bytes",
+        ),
+        (torch.zeros(16).byte(), torch.zeros(1).byte(), r"w2: expected packed .* found \(16,\)"),
         (torch.zeros(4, 17).byte(), torch.zeros(4, 1).byte(), "I a multiple of 32"),
-        (torch.zeros(4, 32).byte(), torch.zeros(4, 1).byte(), r"expected \[4, 2\] beside packed"),
-        (torch.zeros(4, 32).byte(), torch.zeros(3, 2).byte(), r"scale has shape \[3, 2\]"),
+        (torch.zeros(4, 32).byte(), torch.zeros(4, 1).byte(), r"w2: .* needs scale \(4, 2\)"),
+        (torch.zeros(4, 32).byte(), torch.zeros(3, 2).byte(), r"found \(3, 2\)"),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(packed, scale, message):
@@ -267,7 +299,7 @@ def test_tensors_that_do_not_belong_together_are_refused(packed, scale, message)
 
 
 def test_other_dtypes_of_the_result_are_refused():
-    with pytest.raises(QuantizationError, match=r"w2 cannot be decoded to torch\.int8"):
+    with pytest.raises(QuantizationError, match=r"w2: expected dtype .* found torch\.int8"):
         dequantize(torch.zeros(4, 16).byte(), torch.zeros(4, 1).byte(), dtype=torch.int8, name="w2")
 
 
@@ -275,16 +307,18 @@ def test_other_dtypes_of_the_result_are_refused():
 def test_values_that_are_not_finite_are_refused_with_their_place(value):
     weight = torch.zeros(3, 64)
     weight[2, 40] = value
-    with pytest.raises(QuantizationError, match=rf"w1 holds 1 .*{value} at row 2, column 40"):
+    with pytest.raises(
+        QuantizationError, match=rf"w1: expected finite .* 1 .*{value} at row 2, column 40"
+    ):
         quantize(weight, scale_rule="ceil", name="w1")
 
 
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.zeros(4, 48), r"shape \[4, 48\].*multiple of 32"),
+        (torch.zeros(4, 48), "multiple of 32, found 48 columns"),
         (torch.zeros(32), r"shape \[32\]"),
-        (torch.zeros(4, 32, dtype=torch.int8), r"is torch\.int8"),
+        (torch.zeros(4, 32, dtype=torch.int8), r"found torch\.int8"),
     ],
 )
 def test_weights_that_cannot_be_encoded_are_refused(weight, message):
@@ -295,7 +329,7 @@ def test_weights_that_cannot_be_encoded_are_refused(weight, message):
 def test_the_scale_rule_must_be_named():
     with pytest.raises(TypeError, match="scale_rule"):
         quantize(torch.zeros(1, 32))
-    with pytest.raises(QuantizationError, match=r"'round'.*ceil, floor"):
+    with pytest.raises(QuantizationError, match="'ceil' or 'floor', found 'round'"):
         quantize(torch.zeros(1, 32), scale_rule="round")
 
 

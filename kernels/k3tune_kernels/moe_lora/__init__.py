@@ -49,8 +49,8 @@ def moe_lora(
         situ: :class:`Situ`, the bounds of the activation.
         local_experts: int64 ``[E]``, the global id of each local expert; ids of ``expert_ids_NA``
             that are not among them contribute nothing. ``None``: ids are rows of the weights.
-        keep_gate_up: spend ``2 N A F`` values of memory to spare the backward of the Triton kernels
-            one gate+up product (the reference always keeps them).
+        keep_gate_up: spend ``3 N A F`` values of memory to spare the backward of the Triton kernels
+            one gate+up product (the reference always keeps what it needs).
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Returns:

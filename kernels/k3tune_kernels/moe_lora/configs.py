@@ -4,7 +4,8 @@ No timing happens at run time: equal inputs take equal configurations in every p
 follow from compiling (no spills, shared memory within the limit, matrix instructions reached) and
 are not measured on a GPU yet.
 
-A shape class is the number of tokens an expert can expect, from sizes the host knows.
+A shape class is the number of tokens an expert can expect, from sizes the host knows; ``"large"``
+is the class of weights decoded first.
 """
 
 from typing import NamedTuple
@@ -32,8 +33,8 @@ class ShapeClass(NamedTuple):
 
 KERNELS = ("gate_up", "down", "dh", "dx", "shrink", "gram")
 
-# Most tokens an expert of each class; beyond the last, and for fp32, see shape_class().
-CLASS_LIMITS = {"few": 16, "some": 64, "many": 255}
+# Most tokens an expert of each class of packed weights; "many" has no upper end.
+CLASS_LIMITS = {"few": 16, "some": 64}
 
 # From here on weights are decoded to a scratch chunk by chunk and multiplied as they are.
 LARGE_TOKENS_PER_EXPERT = 256
@@ -42,7 +43,7 @@ SCRATCH_BYTES = 64 * 1024 * 1024
 """The most that decoded weights may take, all scratch buffers together."""
 
 # The widest rank tile; wider ranks take several.
-MAX_BLOCK_R = 64
+MAX_BLOCK_R = 32
 
 
 def _tiles(**tiles: tuple[int, int, int, int]) -> dict[str, Tile]:
@@ -50,24 +51,74 @@ def _tiles(**tiles: tuple[int, int, int, int]) -> dict[str, Tile]:
     return {name: Tile(*values) for name, values in tiles.items()}
 
 
-_FP32 = ShapeClass(
-    32,
-    _tiles(
-        gate_up=(32, 32, 4, 2),
-        down=(32, 32, 4, 2),
-        dh=(32, 32, 4, 2),
-        dx=(32, 32, 4, 2),
-        shrink=(32, 32, 4, 2),
-        gram=(32, 32, 4, 2),
+def _alike(block_m: int, *tile: int) -> ShapeClass:
+    return ShapeClass(block_m, dict.fromkeys(KERNELS, Tile(*tile)))
+
+
+_HOPPER = {
+    "few": ShapeClass(
+        16,
+        _tiles(
+            gate_up=(64, 128, 4, 3),
+            down=(64, 128, 4, 4),
+            dh=(64, 64, 4, 4),
+            dx=(64, 64, 4, 4),
+            shrink=(64, 128, 4, 3),
+            gram=(64, 32, 4, 2),
+        ),
     ),
-)
+    "some": ShapeClass(
+        64,
+        _tiles(
+            gate_up=(64, 128, 4, 3),
+            down=(128, 64, 4, 4),
+            dh=(64, 64, 4, 3),
+            dx=(64, 64, 4, 3),
+            shrink=(64, 64, 4, 3),
+            gram=(128, 64, 4, 2),
+        ),
+    ),
+    "many": ShapeClass(
+        128,
+        _tiles(
+            gate_up=(64, 128, 8, 3),
+            down=(128, 64, 8, 4),
+            dh=(64, 64, 8, 4),
+            dx=(128, 64, 8, 4),
+            shrink=(64, 64, 8, 3),
+            gram=(128, 64, 8, 2),
+        ),
+    ),
+    "large": ShapeClass(
+        128,
+        _tiles(
+            gate_up=(128, 64, 8, 4),
+            down=(256, 64, 8, 4),
+            dh=(64, 64, 8, 4),
+            dx=(128, 64, 8, 4),
+            shrink=(64, 64, 8, 3),
+            gram=(128, 64, 8, 2),
+        ),
+    ),
+    "fp32": ShapeClass(
+        32,
+        _tiles(
+            gate_up=(32, 32, 8, 2),
+            down=(32, 32, 4, 2),
+            dh=(32, 32, 8, 2),
+            dx=(32, 32, 8, 2),
+            shrink=(32, 32, 4, 2),
+            gram=(32, 32, 4, 2),
+        ),
+    ),
+}
 
 _AMPERE = {
     "few": ShapeClass(
         16,
         _tiles(
-            gate_up=(64, 128, 4, 3),
-            down=(64, 128, 4, 3),
+            gate_up=(64, 64, 4, 3),
+            down=(64, 64, 4, 3),
             dh=(64, 64, 4, 3),
             dx=(64, 64, 4, 3),
             shrink=(64, 64, 4, 3),
@@ -77,10 +128,10 @@ _AMPERE = {
     "some": ShapeClass(
         64,
         _tiles(
-            gate_up=(64, 64, 4, 3),
-            down=(128, 64, 4, 3),
-            dh=(64, 64, 4, 3),
-            dx=(128, 64, 8, 3),
+            gate_up=(64, 64, 8, 3),
+            down=(64, 64, 4, 3),
+            dh=(64, 64, 8, 3),
+            dx=(64, 64, 4, 3),
             shrink=(64, 64, 4, 3),
             gram=(128, 64, 4, 2),
         ),
@@ -88,7 +139,7 @@ _AMPERE = {
     "many": ShapeClass(
         128,
         _tiles(
-            gate_up=(64, 64, 8, 3),
+            gate_up=(64, 32, 8, 3),
             down=(128, 64, 8, 3),
             dh=(64, 64, 8, 3),
             dx=(128, 64, 8, 3),
@@ -101,36 +152,57 @@ _AMPERE = {
         _tiles(
             gate_up=(64, 64, 8, 3),
             down=(128, 64, 8, 3),
-            dh=(128, 64, 8, 3),
-            dx=(128, 64, 8, 3),
+            dh=(64, 64, 8, 3),
+            dx=(64, 64, 8, 3),
             shrink=(64, 64, 8, 3),
             gram=(128, 64, 8, 2),
         ),
     ),
-    "fp32": _FP32,
+    "fp32": _alike(32, 32, 32, 8, 2),
+}
+
+_CDNA = {
+    "few": ShapeClass(
+        16,
+        _tiles(
+            gate_up=(64, 64, 4, 2),
+            down=(64, 64, 4, 2),
+            dh=(64, 64, 4, 2),
+            dx=(64, 64, 4, 2),
+            shrink=(64, 64, 4, 2),
+            gram=(64, 32, 4, 2),
+        ),
+    ),
+    "some": ShapeClass(
+        64,
+        _tiles(
+            gate_up=(64, 64, 4, 2),
+            down=(128, 64, 4, 2),
+            dh=(64, 64, 4, 2),
+            dx=(128, 64, 4, 2),
+            shrink=(64, 64, 4, 2),
+            gram=(128, 64, 4, 2),
+        ),
+    ),
+    "many": _alike(128, 128, 64, 8, 2),
+    "large": _alike(128, 128, 64, 8, 2),
+    "fp32": _alike(32, 32, 32, 4, 2),
 }
 
 TABLE: dict[str, dict[str, ShapeClass]] = {
     "sm_80": _AMPERE,
-    "sm_90": _AMPERE,
-    "sm_100": _AMPERE,
-    "gfx942": _AMPERE,
-    "gfx950": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": _HOPPER,
+    "gfx942": _CDNA,
+    "gfx950": _CDNA,
     # The interpreter's cost is programs times steps; these keep several of each at test sizes.
-    "interpreter": dict.fromkeys(
-        ("few", "some", "many", "large", "fp32"),
-        ShapeClass(
-            16,
-            _tiles(
-                gate_up=(64, 64, 4, 1),
-                down=(64, 64, 4, 1),
-                dh=(64, 64, 4, 1),
-                dx=(64, 64, 4, 1),
-                shrink=(64, 64, 4, 1),
-                gram=(64, 16, 4, 1),
-            ),
-        ),
-    ),
+    "interpreter": {
+        "few": _alike(16, 64, 64, 4, 1),
+        "some": _alike(32, 128, 64, 4, 1),
+        "many": _alike(64, 32, 128, 4, 1),
+        "large": _alike(64, 64, 64, 4, 1),
+        "fp32": _alike(32, 128, 64, 4, 1),
+    },
 }
 
 COMBINE = {"block_m": 4, "block_n": 512, "num_warps": 4}
@@ -141,11 +213,20 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 def shape_class(num_rows: int, num_experts: int, dtype: torch.dtype) -> str:
-    """Class of a call with ``num_rows`` routed rows over ``num_experts`` local experts."""
+    """Class of a call over packed weights: ``num_rows`` routed rows, ``num_experts`` local."""
     if dtype is torch.float32:
         return "fp32"
     tokens = -(-num_rows // num_experts)
-    return next((name for name, limit in CLASS_LIMITS.items() if tokens <= limit), "large")
+    return next((name for name, limit in CLASS_LIMITS.items() if tokens <= limit), "many")
+
+
+def decodes_first(num_rows: int, num_experts: int, expert_bytes: int) -> bool:
+    """Whether weights go through the scratch, where one expert's gate and up must fit.
+
+    ``expert_bytes`` is the size of one decoded projection of one expert.
+    """
+    fits = 2 * expert_bytes <= SCRATCH_BYTES
+    return fits and num_rows >= LARGE_TOKENS_PER_EXPERT * num_experts
 
 
 def architecture(device: torch.device) -> str:
@@ -163,3 +244,9 @@ def architecture(device: torch.device) -> str:
 def rank_block(rank: int) -> int:
     """Rank tile: the next power of two, within what a dot takes and :data:`MAX_BLOCK_R`."""
     return min(max(16, 1 << (rank - 1).bit_length()), MAX_BLOCK_R)
+
+
+def situ_pieces(block_m: int, tile: Tile) -> int:
+    """Pieces of columns in which an epilogue passes through SiTU-GLU: 8 values a thread in each."""
+    values = block_m * tile.block_n // (32 * tile.num_warps)
+    return max(1, min(values // 8, tile.block_n // 16))

@@ -61,12 +61,12 @@ class Launcher:
         self.D = x_ND.shape[1]
         self.M = routing.order_M.shape[0]
         arch = configs.architecture(x_ND.device)
-        self.shape_class = configs.shape_class(self.M, self.num_experts, x_ND.dtype)
-        self.config = configs.TABLE[arch][self.shape_class]
+        self.decodes = configs.decodes_first(self.M, self.num_experts, self._expert_bytes())
+        shape_class = configs.shape_class(self.M, self.num_experts, x_ND.dtype)
+        if self.decodes and x_ND.dtype is torch.bfloat16:
+            shape_class = "large"
+        self.config = configs.TABLE[arch][shape_class]
         self.tiles: RowTiles = row_tiles(routing.row_offsets, self.M, self.config.block_m)
-        self.decodes = self.M >= configs.LARGE_TOKENS_PER_EXPERT * self.num_experts and (
-            2 * self._expert_bytes() <= configs.SCRATCH_BYTES
-        )
 
     def _expert_bytes(self) -> int:
         return self.F * self.D * self.x.element_size()
@@ -111,6 +111,7 @@ class Launcher:
                 LINEAR_BETA=self.situ.linear_beta,
                 STORE_GATE_UP=gate_out is not None,
                 STORE_HIDDEN=hidden_out is not None,
+                PIECES=configs.situ_pieces(self.config.block_m, self.config.tiles["gate_up"]),
                 MODE=mode,
                 **self._blocks("gate_up", max(gate_lora.rank, up_lora.rank)),
             )
@@ -150,13 +151,11 @@ class Launcher:
         narrow: torch.Tensor | None,
         gate: torch.Tensor,
         up: torch.Tensor,
-        d_gate: torch.Tensor,
-        d_up: torch.Tensor,
-        hidden_out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Fill d_gate, d_up (and the activation); gradient of the routing weights ``[M]``."""
+        """Turn gate and up into their gradients; gradient of the routing weights ``[M]``."""
         lora = self.lora[2]
         columns = triton.cdiv(self.F, self.config.tiles["dh"].block_n)
+        pieces = configs.situ_pieces(self.config.block_m, self.config.tiles["dh"])
         partial = torch.empty(columns, self.M, dtype=torch.float32, device=self.x.device)
 
         def launch(grid: Any, first: int, last: int, weights: list[torch.Tensor], mode: str):
@@ -169,9 +168,6 @@ class Launcher:
                 lora.A,
                 gate,
                 up,
-                d_gate,
-                d_up,
-                hidden_out,
                 partial,
                 *self._maps(),
                 first,
@@ -183,7 +179,7 @@ class Launcher:
                 RANK=lora.rank,
                 BETA=self.situ.beta,
                 LINEAR_BETA=self.situ.linear_beta,
-                STORE_HIDDEN=hidden_out is not None,
+                PIECES=pieces,
                 MODE=mode,
                 **self._blocks("dh", lora.rank),
             )
@@ -294,8 +290,7 @@ class Launcher:
             BLOCK_M=self.config.block_m,
             BLOCK_K=tile.block_k,
             BLOCK_R=block_r,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **_options(tile),
         )
         assert outs[0] is not None, "the first factor is always there"
         return outs[0], outs[1]
@@ -344,8 +339,7 @@ class Launcher:
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             BLOCK_R=block_r,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **_options(tile),
         )
         return (out.sum(0, keepdim=True) if shared else out).to(factor.dtype)
 
@@ -366,6 +360,7 @@ class Launcher:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=configs.COMBINE["num_warps"],
+            enable_fp_fusion=True,
         )
         return out
 
@@ -380,8 +375,7 @@ class Launcher:
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
             "BLOCK_R": configs.rank_block(max(rank, 1)),
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
+            **_options(tile),
         }
 
     def _over_experts(
@@ -427,5 +421,15 @@ class Launcher:
                     BLOCK_M=block_m,
                     BLOCK_N=block_n,
                     num_warps=configs.DEQUANTISE["num_warps"],
+                    enable_fp_fusion=True,
                 )
             yield first, last, scratch
+
+
+def _options(tile: configs.Tile) -> dict[str, int]:
+    # Triton 3.10 changes the default of fp fusion: results must not change with it.
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }

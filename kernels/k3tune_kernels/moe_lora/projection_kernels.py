@@ -23,11 +23,16 @@ _RUN_TIME_INTEGERS = ["first_expert", "last_expert"]
 
 @triton.jit
 def _row_tile(item, columns, expert_of_tile, row_of_tile, row_offsets, BLOCK_M: tl.constexpr):
-    """Column tile, expert, rows and their mask of one work item."""
+    """Column tile, expert, first row (int64) and the mask of the rows of one work item.
+
+    The rows of a tile are consecutive: kernels move their pointers to the first one and count in
+    int32 from there, which spares the registers of 64-bit offsets.
+    """
     tile = item // columns
     expert = tl.load(expert_of_tile + tile)
-    rows_M = tl.load(row_of_tile + tile) + tl.arange(0, BLOCK_M)
-    return item % columns, expert, rows_M, rows_M < tl.load(row_offsets + expert + 1)
+    first_row = tl.load(row_of_tile + tile)
+    inside_M = tl.arange(0, BLOCK_M) < tl.load(row_offsets + expert + 1) - first_row
+    return item % columns, expert, first_row.to(tl.int64), inside_M
 
 
 @triton.jit(do_not_specialize=_RUN_TIME_INTEGERS)
@@ -61,6 +66,7 @@ def _gate_up_fwd_kernel(
     LINEAR_BETA: tl.constexpr,
     STORE_GATE_UP: tl.constexpr,
     STORE_HIDDEN: tl.constexpr,
+    PIECES: tl.constexpr,
     MODE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,10 +82,11 @@ def _gate_up_fwd_kernel(
     begin = tl.load(tile_offsets + first_expert) * columns
     end = tl.load(tile_offsets + last_expert) * columns
     for item in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        column, expert, rows_M, inside_M = _row_tile(
+        column, expert, first_row, inside_M = _row_tile(
             item, columns, expert_of_tile, row_of_tile, row_offsets, BLOCK_M
         )
-        token_M = tl.load(token_of_row + rows_M, mask=inside_M, other=0).to(tl.int64)
+        row_M = tl.arange(0, BLOCK_M)
+        token_M = tl.load(token_of_row + first_row + row_M, mask=inside_M, other=0).to(tl.int64)
         columns_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_N = columns_N < F
         Wg, Sg = expert_weight(gate_packed, gate_scale, expert, first_expert, F, D, MODE)
@@ -101,23 +108,29 @@ def _gate_up_fwd_kernel(
         if GATE_RANK > 0:
             factor = gate_B + expert.to(tl.int64) * gate_B_stride
             gate_MN = expand_lora(
-                gate_MN, gate_narrow, factor, rows_M, inside_M, columns_N, inside_N,
+                gate_MN, gate_narrow, factor, first_row, inside_M, columns_N, inside_N,
                 GATE_RANK, 1, GATE_RANK, BLOCK_R, dtype,
             )  # fmt: skip
         if UP_RANK > 0:
             factor = up_B + expert.to(tl.int64) * up_B_stride
             up_MN = expand_lora(
-                up_MN, up_narrow, factor, rows_M, inside_M, columns_N, inside_N,
+                up_MN, up_narrow, factor, first_row, inside_M, columns_N, inside_N,
                 UP_RANK, 1, UP_RANK, BLOCK_R, dtype,
             )  # fmt: skip
-        at_MN = rows_M.to(tl.int64)[:, None] * F + columns_N[None, :]
-        inside_MN = inside_M[:, None] & inside_N[None, :]
-        if STORE_GATE_UP:
-            tl.store(gate_out + at_MN, gate_MN.to(dtype), mask=inside_MN)
-            tl.store(up_out + at_MN, up_MN.to(dtype), mask=inside_MN)
-        if STORE_HIDDEN:
-            hidden_MN = situ_value(gate_MN, up_MN, BETA, LINEAR_BETA)
-            tl.store(hidden_out + at_MN, hidden_MN.to(dtype), mask=inside_MN)
+        # Narrow pieces: the activation of a whole tile at once does not fit the registers.
+        COLUMNS: tl.constexpr = BLOCK_N // PIECES
+        for piece in tl.static_range(0, PIECES):
+            gate_MP = _columns(gate_MN, piece, PIECES)
+            up_MP = _columns(up_MN, piece, PIECES)
+            columns_P = column * BLOCK_N + piece * COLUMNS + tl.arange(0, COLUMNS)
+            at_MP = row_M[:, None] * F + columns_P[None, :]
+            inside_MP = inside_M[:, None] & (columns_P < F)[None, :]
+            if STORE_GATE_UP:
+                tl.store(gate_out + first_row * F + at_MP, gate_MP.to(dtype), mask=inside_MP)
+                tl.store(up_out + first_row * F + at_MP, up_MP.to(dtype), mask=inside_MP)
+            if STORE_HIDDEN:
+                hidden_MP = situ_value(gate_MP, up_MP, BETA, LINEAR_BETA)
+                tl.store(hidden_out + first_row * F + at_MP, hidden_MP.to(dtype), mask=inside_MP)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME_INTEGERS)
@@ -149,10 +162,10 @@ def _down_fwd_kernel(
     begin = tl.load(tile_offsets + first_expert) * columns
     end = tl.load(tile_offsets + last_expert) * columns
     for item in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        column, expert, rows_M, inside_M = _row_tile(
+        column, expert, first_row, inside_M = _row_tile(
             item, columns, expert_of_tile, row_of_tile, row_offsets, BLOCK_M
         )
-        row_M = rows_M.to(tl.int64)
+        row_M = tl.arange(0, BLOCK_M)
         columns_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_N = columns_N < D
         W, S = expert_weight(packed, scale, expert, first_expert, D, F, MODE)
@@ -160,7 +173,7 @@ def _down_fwd_kernel(
         for k in range(0, F, BLOCK_K):
             k_K = k + tl.arange(0, BLOCK_K)
             hidden_MK = tl.load(
-                hidden + row_M[:, None] * F + k_K[None, :],
+                hidden + first_row * F + row_M[:, None] * F + k_K[None, :],
                 mask=inside_M[:, None] & (k_K < F)[None, :],
                 other=0.0,
             )
@@ -171,11 +184,15 @@ def _down_fwd_kernel(
         if RANK > 0:
             factor = lora_B + expert.to(tl.int64) * B_stride
             out_MN = expand_lora(
-                out_MN, narrow, factor, rows_M, inside_M, columns_N, inside_N,
+                out_MN, narrow, factor, first_row, inside_M, columns_N, inside_N,
                 RANK, 1, RANK, BLOCK_R, dtype,
             )  # fmt: skip
         at_MN = row_M[:, None] * D + columns_N[None, :]
-        tl.store(out + at_MN, out_MN.to(dtype), mask=inside_M[:, None] & inside_N[None, :])
+        tl.store(
+            out + first_row * D + at_MN,
+            out_MN.to(dtype),
+            mask=inside_M[:, None] & inside_N[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=_RUN_TIME_INTEGERS)
@@ -189,9 +206,6 @@ def _down_bwd_dh_kernel(
     lora_A,
     gate,
     up,
-    d_gate,
-    d_up,
-    hidden_out,
     dot_partial,
     expert_of_tile,
     row_of_tile,
@@ -206,7 +220,7 @@ def _down_bwd_dh_kernel(
     RANK: tl.constexpr,
     BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
-    STORE_HIDDEN: tl.constexpr,
+    PIECES: tl.constexpr,
     MODE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -215,18 +229,19 @@ def _down_bwd_dh_kernel(
 ):
     """From dy ``[N, D]`` through down and SiTU-GLU, a ``[BLOCK_M, BLOCK_N]`` tile of ``[M, F]``.
 
-    With ``dh = dy Wd + LoRA`` of a row before its routing weight w: stores ``w dh dh/dg`` and
-    ``w dh dh/du`` (over gate and up, if those are the same buffers), the activation when asked, and
-    ``sum_tile(h dh)``, whose sum over column tiles is the gradient of w.
+    With ``dh = dy Wd + LoRA`` of a row before its routing weight w: puts ``w dh dh/dg`` and
+    ``w dh dh/du`` in the place of gate and up, and stores ``sum_tile(h dh)``, whose sum over column
+    tiles is the gradient of w.
     """
     columns = tl.cdiv(F, BLOCK_N)
     begin = tl.load(tile_offsets + first_expert) * columns
     end = tl.load(tile_offsets + last_expert) * columns
     for item in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        column, expert, rows_M, inside_M = _row_tile(
+        column, expert, first_row, inside_M = _row_tile(
             item, columns, expert_of_tile, row_of_tile, row_offsets, BLOCK_M
         )
-        token_M = tl.load(token_of_row + rows_M, mask=inside_M, other=0).to(tl.int64)
+        row_M = tl.arange(0, BLOCK_M)
+        token_M = tl.load(token_of_row + first_row + row_M, mask=inside_M, other=0).to(tl.int64)
         columns_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_N = columns_N < F
         W, S = expert_weight(packed, scale, expert, first_expert, D, F, MODE)
@@ -245,24 +260,65 @@ def _down_bwd_dh_kernel(
         if RANK > 0:
             factor = lora_A + expert.to(tl.int64) * A_stride
             dh_MN = expand_lora(
-                dh_MN, narrow, factor, rows_M, inside_M, columns_N, inside_N,
+                dh_MN, narrow, factor, first_row, inside_M, columns_N, inside_N,
                 1, F, RANK, BLOCK_R, dtype,
             )  # fmt: skip
-        at_MN = rows_M.to(tl.int64)[:, None] * F + columns_N[None, :]
-        inside_MN = inside_M[:, None] & inside_N[None, :]
-        gate_MN = tl.load(gate + at_MN, mask=inside_MN, other=0.0).to(tl.float32)
-        up_MN = tl.load(up + at_MN, mask=inside_MN, other=0.0).to(tl.float32)
-        hidden_MN, slope_gate_MN, slope_up_MN = situ_value_and_slopes(
-            gate_MN, up_MN, BETA, LINEAR_BETA
-        )
-        dot_M = tl.sum(hidden_MN * dh_MN, axis=1)
-        tl.store(dot_partial + column.to(tl.int64) * M + rows_M, dot_M, mask=inside_M)
-        weight_M = tl.load(weight_of_row + rows_M, mask=inside_M, other=0.0)
-        dh_MN = dh_MN * weight_M[:, None]
-        tl.store(d_gate + at_MN, (dh_MN * slope_gate_MN).to(dtype), mask=inside_MN)
-        tl.store(d_up + at_MN, (dh_MN * slope_up_MN).to(dtype), mask=inside_MN)
-        if STORE_HIDDEN:
-            tl.store(hidden_out + at_MN, hidden_MN.to(dtype), mask=inside_MN)
+        weight_M = tl.load(weight_of_row + first_row + row_M, mask=inside_M, other=0.0)
+        start = first_row * F
+        dot_M = tl.zeros((BLOCK_M,), tl.float32)
+        # Narrow pieces: the derivatives of a whole tile at once do not fit the registers.
+        for piece in tl.static_range(0, PIECES):
+            dh_MP = _columns(dh_MN, piece, PIECES)
+            dot_M += _situ_bwd(
+                dh_MP, weight_M, gate + start, up + start, row_M, inside_M,
+                column * BLOCK_N + piece * (BLOCK_N // PIECES),
+                F, BETA, LINEAR_BETA, BLOCK_N // PIECES,
+            )  # fmt: skip
+        tl.store(dot_partial + column.to(tl.int64) * M + first_row + row_M, dot_M, mask=inside_M)
+
+
+@triton.jit
+def _columns(tile_MN, piece: tl.constexpr, PIECES: tl.constexpr):
+    """One of PIECES (a power of two) equal stretches of columns."""
+    if PIECES == 1:
+        result = tile_MN
+    else:
+        M: tl.constexpr = tile_MN.shape[0]
+        HALF: tl.constexpr = tile_MN.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(tile_MN, (M, 2, HALF)), (0, 2, 1)))
+        if piece < PIECES // 2:
+            result = _columns(left, piece, PIECES // 2)
+        else:
+            result = _columns(right, piece - PIECES // 2, PIECES // 2)
+    return result
+
+
+@triton.jit
+def _situ_bwd(
+    dh_MN,
+    weight_M,
+    gate,
+    up,
+    row_M,
+    inside_M,
+    first_column,
+    F,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """From dh before its routing weight through SiTU-GLU, in place; ``sum(h dh)`` of each row."""
+    columns_N = first_column + tl.arange(0, COLUMNS)
+    at_MN = row_M[:, None] * F + columns_N[None, :]
+    inside_MN = inside_M[:, None] & (columns_N < F)[None, :]
+    gate_MN = tl.load(gate + at_MN, mask=inside_MN, other=0.0).to(tl.float32)
+    up_MN = tl.load(up + at_MN, mask=inside_MN, other=0.0).to(tl.float32)
+    hidden_MN, slope_gate_MN, slope_up_MN = situ_value_and_slopes(gate_MN, up_MN, BETA, LINEAR_BETA)
+    dtype = gate.dtype.element_ty
+    weighted_MN = dh_MN * weight_M[:, None]
+    tl.store(gate + at_MN, (weighted_MN * slope_gate_MN).to(dtype), mask=inside_MN)
+    tl.store(up + at_MN, (weighted_MN * slope_up_MN).to(dtype), mask=inside_MN)
+    return tl.sum(hidden_MN * dh_MN, axis=1)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME_INTEGERS)
@@ -301,10 +357,10 @@ def _gate_up_bwd_dx_kernel(
     begin = tl.load(tile_offsets + first_expert) * columns
     end = tl.load(tile_offsets + last_expert) * columns
     for item in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        column, expert, rows_M, inside_M = _row_tile(
+        column, expert, first_row, inside_M = _row_tile(
             item, columns, expert_of_tile, row_of_tile, row_offsets, BLOCK_M
         )
-        row_M = rows_M.to(tl.int64)
+        row_M = tl.arange(0, BLOCK_M)
         first_column = column * BLOCK_N
         columns_N = first_column + tl.arange(0, BLOCK_N)
         inside_N = columns_N < D
@@ -314,7 +370,7 @@ def _gate_up_bwd_dx_kernel(
         for k in range(0, F, BLOCK_K):
             k_K = k + tl.arange(0, BLOCK_K)
             dy_MK = tl.load(
-                d_gate + row_M[:, None] * F + k_K[None, :],
+                d_gate + first_row * F + row_M[:, None] * F + k_K[None, :],
                 mask=inside_M[:, None] & (k_K < F)[None, :],
                 other=0.0,
             )
@@ -323,7 +379,7 @@ def _gate_up_bwd_dx_kernel(
         for k in range(0, F, BLOCK_K):
             k_K = k + tl.arange(0, BLOCK_K)
             dy_MK = tl.load(
-                d_up + row_M[:, None] * F + k_K[None, :],
+                d_up + first_row * F + row_M[:, None] * F + k_K[None, :],
                 mask=inside_M[:, None] & (k_K < F)[None, :],
                 other=0.0,
             )
@@ -331,14 +387,18 @@ def _gate_up_bwd_dx_kernel(
         if GATE_RANK > 0:
             factor = gate_A + expert.to(tl.int64) * gate_A_stride
             dx_MN = expand_lora(
-                dx_MN, gate_narrow, factor, rows_M, inside_M, columns_N, inside_N,
+                dx_MN, gate_narrow, factor, first_row, inside_M, columns_N, inside_N,
                 1, D, GATE_RANK, BLOCK_R, dtype,
             )  # fmt: skip
         if UP_RANK > 0:
             factor = up_A + expert.to(tl.int64) * up_A_stride
             dx_MN = expand_lora(
-                dx_MN, up_narrow, factor, rows_M, inside_M, columns_N, inside_N,
+                dx_MN, up_narrow, factor, first_row, inside_M, columns_N, inside_N,
                 1, D, UP_RANK, BLOCK_R, dtype,
             )  # fmt: skip
         at_MN = row_M[:, None] * D + columns_N[None, :]
-        tl.store(dx_out + at_MN, dx_MN.to(dtype), mask=inside_M[:, None] & inside_N[None, :])
+        tl.store(
+            dx_out + first_row * D + at_MN,
+            dx_MN.to(dtype),
+            mask=inside_M[:, None] & inside_N[None, :],
+        )

@@ -24,13 +24,19 @@ _CHUNK = frozenset({"first_expert", "last_expert"})
 _LARGE_TILES = ("many", "large")
 
 
-def specializations(arch: str, rank: int = 16) -> list[Specialization]:
-    """All kernels of the op for a row of :data:`configs.TABLE`, LoRA of ``rank`` on all three."""
+def specializations(arch: str) -> list[Specialization]:
+    """All kernels for a row of :data:`configs.TABLE`: LoRA on all three projections, rank 16.
+
+    A rank of more than one rank tile (256) is listed for the smallest and the largest row tiles.
+    """
     kernels = [*_row_kernels("bf16"), *_row_kernels("fp32")]
     for name, shape_class in configs.TABLE[arch].items():
         for mode in {"large": ["decoded"], "fp32": ["bits", "decoded"]}.get(name, ["scaled"]):
-            kernels += _projections(name, shape_class, mode, rank)
-        kernels += _lora(name, shape_class, rank)
+            kernels += _projections(name, shape_class, mode, 16)
+        kernels += _lora(name, shape_class, 16)
+    for name in ("few", "many"):
+        kernels += _projections(name, configs.TABLE[arch][name], "scaled", 256)
+        kernels += _lora(name, configs.TABLE[arch][name], 256)
     return kernels
 
 
@@ -42,7 +48,7 @@ def _projections(
     scale = {"*u8": "*u8"}.get(weight)
     chunk = {"first_expert": "i32", "last_expert": "i32"}
     sizes = {"D": "i32", "F": "i32"}
-    situ = {"BETA": 4.0, "LINEAR_BETA": 25.0}
+    situ: dict[str, Any] = {"BETA": 4.0, "LINEAR_BETA": 25.0}
 
     def pair(prefix: str, factor: str) -> dict[str, Any]:
         return {
@@ -66,7 +72,7 @@ def _projections(
             "MODE": mode,
         }
         return Specialization(
-            name=f"moe_lora.{label} {name} {mode}",
+            name=f"moe_lora.{label} {name} {mode} rank {rank}",
             kernel=kernel,
             arguments={key: kind for key, kind in arguments.items() if kind is not None},
             constants=constants | blocks | absent,
@@ -77,6 +83,7 @@ def _projections(
 
     gate_up = pair("gate_", "B") | pair("up_", "B") | _MAPS | chunk | sizes
     ranks = {"GATE_RANK": rank, "UP_RANK": rank}
+    situ["PIECES"] = configs.situ_pieces(shape_class.block_m, shape_class.tiles["gate_up"])
     inputs = {"x": dtype, "token_of_row": "*i32"}
     stored = {"gate_out": dtype, "up_out": dtype}
     yield build(
@@ -90,22 +97,23 @@ def _projections(
         "gate_up_again",
         _gate_up_fwd_kernel,
         "gate_up",
-        inputs | gate_up | stored | {"hidden_out": None},
-        ranks | situ | {"STORE_GATE_UP": True, "STORE_HIDDEN": False},
+        inputs | gate_up | stored | {"hidden_out": dtype},
+        ranks | situ | {"STORE_GATE_UP": True, "STORE_HIDDEN": True},
     )
     down = pair("", "B") | _MAPS | chunk | sizes
     yield build(
         "down_fwd", _down_fwd_kernel, "down", down | {"hidden": dtype, "out": dtype}, {"RANK": rank}
     )
-    rows = ("gate", "up", "d_gate", "d_up", "hidden_out", "dy")
+    rows = ("gate", "up", "dy")
     dh = pair("", "A") | _MAPS | chunk | sizes | dict.fromkeys(rows, dtype) | {"M": "i32"}
+    situ["PIECES"] = configs.situ_pieces(shape_class.block_m, shape_class.tiles["dh"])
     dh |= {"token_of_row": "*i32", "weight_of_row": "*fp32", "dot_partial": "*fp32"}
     yield build(
         "down_bwd_dh",
         _down_bwd_dh_kernel,
         "dh",
         dh,
-        situ | {"RANK": rank, "STORE_HIDDEN": True},
+        situ | {"RANK": rank},
     )
     dx = pair("gate_", "A") | pair("up_", "A") | _MAPS | chunk | sizes
     dx |= {"d_gate": dtype, "d_up": dtype, "dx_out": dtype}
@@ -120,7 +128,7 @@ def _lora(name: str, shape_class: configs.ShapeClass, rank: int) -> Iterator[Spe
     integers = ("K", "first_expert_stride", "second_expert_stride", "first_rank_stride",
                 "second_rank_stride", "num_experts")  # fmt: skip
     yield Specialization(
-        name=f"moe_lora.lora_shrink {name}",
+        name=f"moe_lora.lora_shrink {name} rank {rank}",
         kernel=_lora_shrink_kernel,
         arguments={"x": dtype, "token_of_row": "*i32"}
         | pointers
@@ -136,10 +144,11 @@ def _lora(name: str, shape_class: configs.ShapeClass, rank: int) -> Iterator[Spe
             "BLOCK_R": configs.rank_block(rank),
         },
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        large=name in _LARGE_TILES,
     )
     tile = shape_class.tiles["gram"]
     yield Specialization(
-        name=f"moe_lora.lora_gram {name}",
+        name=f"moe_lora.lora_gram {name} rank {rank}",
         kernel=_lora_gram_kernel,
         arguments={
             "narrow": "*fp32",
@@ -162,6 +171,7 @@ def _lora(name: str, shape_class: configs.ShapeClass, rank: int) -> Iterator[Spe
             "BLOCK_R": configs.rank_block(rank),
         },
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        large=name in _LARGE_TILES,
     )
 
 

@@ -181,7 +181,7 @@ def expand_lora(
     acc_MN,
     narrow,
     factor,
-    rows_M,
+    first_row,
     inside_M,
     columns_N,
     inside_N,
@@ -191,11 +191,13 @@ def expand_lora(
     BLOCK_R: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """``acc + narrow[rows] @ factor``; narrow is fp32 ``[., RANK]`` with the scaling in it."""
-    for first in tl.static_range(0, RANK, BLOCK_R):
+    """``acc + narrow[rows] @ factor``; narrow is fp32 ``[M, RANK]`` with the scaling in it."""
+    row_M = tl.arange(0, inside_M.shape[0])
+    narrow += first_row * RANK
+    for first in tl.range(0, RANK, BLOCK_R, num_stages=1):
         rank_R = first + tl.arange(0, BLOCK_R)
         narrow_MR = tl.load(
-            narrow + rows_M.to(tl.int64)[:, None] * RANK + rank_R[None, :],
+            narrow + row_M[:, None] * RANK + rank_R[None, :],
             mask=inside_M[:, None] & (rank_R < RANK)[None, :],
             other=0.0,
         )

@@ -8,6 +8,7 @@ Shapes: N tokens, A active experts a token, M = N * A routed rows, D model (late
 experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from k3tune_kernels.moe_lora.launcher import Adapter, Launcher
 from k3tune_kernels.moe_lora.operands import PROJECTIONS, MoELora, PackedWeight, Situ
 from k3tune_kernels.moe_lora.routing import Routing, route
-
-Factors = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,24 @@ class _MoeLora(torch.autograd.Function):
         settings: Settings,
         x_ND: torch.Tensor,
         weights_NA: torch.Tensor,
-        *tensors: torch.Tensor | None,
+        *tensors: Any,
     ) -> torch.Tensor:
         x_ND = x_ND.contiguous()
         ctx.settings = settings
         if weights_NA.numel() == 0:
-            ctx.save_for_backward(x_ND, weights_NA, *tensors, *[None] * 5)
+            ctx.save_for_backward(x_ND, weights_NA, *tensors, *[None] * 6)
             return torch.zeros_like(x_ND)
         launcher, routing = _launcher(settings, x_ND, tensors)
         gate_narrow, up_narrow = launcher.shrink_x()
         hidden = launcher.rows(launcher.F)
-        gate = launcher.rows(launcher.F) if settings.keep_gate_up else None
-        up = launcher.rows(launcher.F) if settings.keep_gate_up else None
+        gate, up = None, None
+        if settings.keep_gate_up:
+            gate, up = launcher.rows(launcher.F), launcher.rows(launcher.F)
         launcher.gate_up(gate_narrow, up_narrow, gate, up, hidden)
         down_narrow = launcher.shrink(hidden, launcher.lora[2], gather=False, transposed=False)
         rows_MD = launcher.down_forward(hidden, down_narrow)
-        kept = (gate_narrow, up_narrow, down_narrow, gate, up)
+        kept_hidden = hidden if settings.keep_gate_up else None
+        kept = (gate_narrow, up_narrow, down_narrow, gate, up, kept_hidden)
         ctx.save_for_backward(x_ND, weights_NA, *tensors, *kept)
         return launcher.combine(rows_MD, weights_NA.float().gather(1, routing.slot_NA))
 
@@ -91,7 +92,7 @@ class _MoeLora(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_ND, weights_NA, *tensors = ctx.saved_tensors
-        *tensors, gate_narrow, up_narrow, down_narrow, gate, up = tensors
+        *tensors, gate_narrow, up_narrow, down_narrow, gate, up, hidden = tensors
         factors = tensors[-6:]
         needed = ctx.needs_input_grad
         no_grads = (None,) * (len(tensors) - 6)
@@ -107,16 +108,16 @@ class _MoeLora(torch.autograd.Function):
             dy_ND = dy_ND.to(x_ND.dtype).contiguous()
             if gate is None:
                 gate, up = launcher.rows(launcher.F), launcher.rows(launcher.F)
-                launcher.gate_up(gate_narrow, up_narrow, gate, up, None)
-                d_gate, d_up = gate, up
+                # Of unrounded gate and up, as in the forward; only the gradient of A needs it.
+                hidden = launcher.rows(launcher.F) if needed[-2] else None
+                launcher.gate_up(gate_narrow, up_narrow, gate, up, hidden)
             else:
-                d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+                # The kernel works in place; what was saved must survive a second backward.
+                gate, up = gate.clone(), up.clone()
             weight_M = weights_NA.float().flatten()[routing.order_M]
-            hidden = launcher.rows(launcher.F) if needed[-2] else None
             dy_narrow = launcher.shrink(dy_ND, launcher.lora[2], gather=True, transposed=True)
-            d_weight_M = launcher.down_backward(
-                dy_ND, weight_M, dy_narrow, gate, up, d_gate, d_up, hidden
-            )
+            d_weight_M = launcher.down_backward(dy_ND, weight_M, dy_narrow, gate, up)
+            d_gate, d_up = gate, up
             d_gate_narrow = launcher.shrink(d_gate, launcher.lora[0], gather=False, transposed=True)
             d_up_narrow = launcher.shrink(d_up, launcher.lora[1], gather=False, transposed=True)
             dx = None
@@ -145,7 +146,7 @@ class _MoeLora(torch.autograd.Function):
 
 
 def _launcher(
-    settings: Settings, x_ND: torch.Tensor, tensors: tuple[torch.Tensor | None, ...]
+    settings: Settings, x_ND: torch.Tensor, tensors: Sequence[Any]
 ) -> tuple[Launcher, Routing]:
     """Launcher of a call from the tensors its autograd function carries."""
     routing = Routing(*tensors[:5])
@@ -165,7 +166,7 @@ def _adapter(
     num_experts: int,
     x_ND: torch.Tensor,
 ) -> Adapter:
-    if A is None or B is None:
+    if A is None or B is None or scaling is None:
         return Adapter(None, None, None, 0)
     # An fp32 kernel holds no bf16 value; a bf16 kernel rounds fp32 factors as it loads them.
     if x_ND.dtype is torch.float32:

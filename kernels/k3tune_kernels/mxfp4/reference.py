@@ -22,6 +22,9 @@ _PAIR_DTYPES = {
     torch.float64: torch.complex128,
 }
 
+DECODED_DTYPES = tuple(_PAIR_DTYPES)
+"""What :func:`decode` gives: bf16, fp32, fp64."""
+
 
 def decode(
     packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
@@ -57,29 +60,48 @@ def encode(weight: torch.Tensor, *, scale_rule: str) -> tuple[torch.Tensor, torc
         weight: ``[..., O, I]`` floating, finite; I a multiple of 32.
         scale_rule: exponent of a group's scale from its largest magnitude ``amax``: ``"ceil"``
             takes ``ceil(log2(amax / 6))`` (nothing saturates), ``"floor"`` takes
-            ``floor(log2(amax)) - 2`` (the OCP rule); both clamped to bytes 0..254.
+            ``floor(log2(amax)) - 2`` (the OCP rule); an exponent below byte 0 becomes byte 0.
 
     Returns:
         ``packed [..., O, I/2]`` and ``scale [..., O, I/32]``, both uint8.
 
     Raises:
-        ValueError: for an unknown rule, a width that is no multiple of 32, or a value not finite.
+        ValueError: for an unknown rule, a dtype or shape that is not this, or, with its place, a
+            value that is not finite or needs a scale beyond byte 254 (only fp64 holds such).
     """
     if scale_rule not in ("ceil", "floor"):
         raise ValueError(f"expected scale_rule 'ceil' or 'floor', found {scale_rule!r}")
+    if not weight.is_floating_point():
+        raise ValueError(f"expected floating weights, found {weight.dtype}")
+    if weight.dim() < 2:
+        raise ValueError(f"expected weights [..., O, I], found shape {list(weight.shape)}")
     if weight.shape[-1] % GROUP_SIZE:
-        raise ValueError(f"expected a width that is a multiple of 32, found {weight.shape[-1]}")
-    if not torch.isfinite(weight).all():
-        raise ValueError("expected finite weights, found inf or NaN: they have no MXFP4 code")
+        raise ValueError(
+            f"expected weights [..., O, I] with I a multiple of {GROUP_SIZE}, found "
+            f"{weight.shape[-1]} columns: one scale covers {GROUP_SIZE}"
+        )
     # fp64 represents every scaled value exactly, subnormal inputs and scales included.
     groups = weight.double().unflatten(-1, (-1, GROUP_SIZE))
     amax = groups.abs().amax(-1)
+    # a group is finite if its largest magnitude is: amax carries nan on
+    if not torch.isfinite(amax).all():
+        raise ValueError(
+            f"expected finite weights, found {_first_value(weight, ~torch.isfinite(weight))}: "
+            "MXFP4 has no inf or nan"
+        )
     mantissa, exponent = torch.frexp(amax)
     # amax = mantissa * 2**exponent, mantissa in [0.5, 1), and 6 = 0.75 * 2**3
     exponent = exponent - 3
     if scale_rule == "ceil":
         exponent = exponent + (mantissa > 0.75)
-    byte = (exponent + _SCALE_BIAS).clamp(0, _LARGEST_SCALE_BYTE)
+    byte = (exponent + _SCALE_BIAS).clamp(min=0)
+    if (byte > _LARGEST_SCALE_BYTE).any():
+        # the value that decides each such group
+        largest = (groups.abs() == amax[..., None]) & (byte > _LARGEST_SCALE_BYTE)[..., None]
+        raise ValueError(
+            "expected magnitudes that the largest scale, 2^127, can represent, found "
+            f"{_first_value(weight, largest.flatten(-2))}: scale the weights down"
+        )
     byte = torch.where(amax == 0, 0, byte)
     scaled = torch.ldexp(groups, (_SCALE_BIAS - byte)[..., None])
     code = _nearest_code(scaled.abs()) | (torch.signbit(scaled).to(torch.uint8) << 3)
@@ -92,7 +114,13 @@ def check_packed(name: str, packed: torch.Tensor, scale: torch.Tensor) -> None:
     """Raise ``ValueError`` unless ``packed`` and ``scale`` describe one MXFP4 weight."""
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise ValueError(
-            f"{name}: expected uint8 packed and scale, found {packed.dtype} and {scale.dtype}"
+            f"{name}: expected uint8 packed and scale, found {packed.dtype} and {scale.dtype}: "
+            "pass the bytes as published"
+        )
+    if packed.device != scale.device:
+        raise ValueError(
+            f"{name}: expected packed and scale on one device, found {packed.device} and "
+            f"{scale.device}"
         )
     if packed.dim() < 2 or packed.shape[-1] % (GROUP_SIZE // 2):
         raise ValueError(
@@ -103,8 +131,19 @@ def check_packed(name: str, packed: torch.Tensor, scale: torch.Tensor) -> None:
     if scale.shape != expected:
         raise ValueError(
             f"{name}: packed {tuple(packed.shape)} needs scale {expected}, "
-            f"found {tuple(scale.shape)}"
+            f"found {tuple(scale.shape)}: one byte for {GROUP_SIZE} columns"
         )
+
+
+def first_place(bad: torch.Tensor, last: str = "column") -> str:
+    """Say where the first true value of ``[..., O, X]`` is."""
+    *stack, row, column = (int(index) for index in bad.nonzero()[0])
+    place = f"row {row}, {last} {column}"
+    return f"{stack}, {place}" if stack else place
+
+
+def _first_value(weight: torch.Tensor, bad: torch.Tensor) -> str:
+    return f"{int(bad.sum())} others, the first {weight[bad][0].item()} at {first_place(bad)}"
 
 
 @cache

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_residual_cases import exact, inputs, names, run
 
+from attention_residual_cases import exact, inputs, names, run
 from closeness import assert_close
 
 

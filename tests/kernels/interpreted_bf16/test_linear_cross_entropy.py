@@ -1,9 +1,9 @@
 """The chunked loss with its Triton kernel in bf16, in the interpreter with real bf16."""
 
 import torch
-from linear_cross_entropy_cases import NAMES, exact, inputs, run
 
 from closeness import assert_close, relative_l2
+from linear_cross_entropy_cases import NAMES, exact, inputs, run
 
 
 def test_bf16_is_no_worse_than_the_unfused_head():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from situ_glu_cases import inputs, run
 
 

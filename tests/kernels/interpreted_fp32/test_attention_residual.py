@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_residual_cases import EPS, exact, inputs, names, run
 
+from attention_residual_cases import EPS, exact, inputs, names, run
 from closeness import assert_close
 from k3tune_kernels.attention_residual import attention_residual, triton_kernels
 

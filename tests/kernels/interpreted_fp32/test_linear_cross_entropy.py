@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
 
 from closeness import assert_close
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy, triton_kernels
+from linear_cross_entropy_cases import IGNORED, NAMES, exact, inputs, run
 
 
 def assert_all_close(results, expected, bound=2e-6):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from situ_glu_cases import NAMES, exact, inputs, run, saturated
 
 from closeness import assert_close
+from situ_glu_cases import NAMES, exact, inputs, run, saturated
 
 
 @pytest.mark.parametrize("shape", [(63, 100), (1000,), (2, 3, 5), (1,)])
