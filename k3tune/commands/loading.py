@@ -81,7 +81,7 @@ def load_tokenizer(base: str, architecture: Architecture) -> "K3Tokenizer":
         tokenizer = K3Tokenizer.from_pretrained(base)
     except OSError as error:
         raise ConfigError(
-            f"cannot load the tokenizer of {base}: {str(error).strip().splitlines()[0]}"
+            f"cannot load the tokenizer of {base}: {str(error).strip() or type(error).__name__}"
         ) from error
     if tokenizer.vocab_size > architecture.vocab_size:
         raise ConfigError(

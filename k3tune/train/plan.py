@@ -15,7 +15,8 @@ from k3tune.lora import LoraSpec
 from k3tune.lora.keys import parse_key
 from k3tune.lora.read import read_adapter
 from k3tune.lora.targets import adaptable_modules, choose_modules, group_of
-from k3tune.model import K3Config, K3ForCausalLM
+from k3tune.model import K3ForCausalLM
+from k3tune.model.checkpoint import model_config
 from k3tune.model.latent_moe import PackedProjection
 from k3tune.published.architecture import Architecture, parse_config, read_config
 from k3tune.published.hub import resolve_checkpoint
@@ -75,7 +76,7 @@ def trainable_parameters(model: ModelArguments, lora: LoraArguments, seed: int) 
         for key, stored in read_adapter(lora.adapter).tensors.items():
             counts[group_of(_module_of(key))] += math.prod(stored.shape)
         return dict(counts)
-    config = K3Config.from_dict(read_config(resolve_checkpoint(model.base, weights=False)))
+    config = model_config(read_config(resolve_checkpoint(model.base, weights=False)))
     with torch.device("meta"):
         base = K3ForCausalLM(config)
     spec = LoraSpec(**lora.spec_fields(seed))
