@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from k3tune.commands.export import export, import_, verify
 from k3tune.errors import K3TuneError
 
 app = typer.Typer(
@@ -192,6 +193,11 @@ def chat(
         system,
         show_thinking,
     )
+
+
+app.command()(export)
+app.command(name="import")(import_)
+app.command()(verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

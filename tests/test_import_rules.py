@@ -50,14 +50,14 @@ RULES = {
     ),
     "recipes": rule("arguments data lora model monitor plan rl train errors", "trl"),
     # the two front doors import what a name or a command needs when it is asked for
-    "": rule("data lora model published quant"),
+    "": rule("data lora model published quant train"),
     "commands": rule("data lora model published quant", "torch typer"),
     "cli": rule("commands published", "typer"),
 }
 # Standard library only, so they are open to the other parts of k3tune.
 LEAVES = {"errors", "files", "lazy"}
 CLOSED_TO_LEAVES = {"kernels", "recipes", *LEAVES}
-AT_MODULE_LEVEL = {"__init__": rule(), "cli": rule("", "typer")}
+AT_MODULE_LEVEL = {"__init__": rule(), "cli": rule("commands", "typer")}
 WITHOUT_TORCH = [
     "k3tune",
     "k3tune.cli",

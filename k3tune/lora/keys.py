@@ -11,6 +11,7 @@ from torch import Tensor
 
 CONFIG_NAME = "adapter_config.json"
 METADATA_NAME = "k3tune.json"
+METADATA_FORMAT = 1
 SINGLE_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 

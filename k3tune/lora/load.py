@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from k3tune.lora.inject import (
     DEFAULT_ADAPTER,
@@ -16,6 +16,7 @@ from k3tune.lora.inject import (
     local_experts,
 )
 from k3tune.lora.layers import AdapterLayer, LoraPackedProjection
+from k3tune.lora.modules import ModuleShape
 from k3tune.lora.plan import HalfPlan, ModulePlan, disagreements, file_slots, match_tensors
 from k3tune.lora.read import AdapterFiles, FactorReader, read_adapter
 from k3tune.lora.save import experts_form
@@ -59,7 +60,7 @@ def load_adapter(
     """
     base = base_of(model)
     files = read_adapter(path)
-    modules = _all_experts(adaptable_modules(base), base.model.architecture.num_experts)
+    modules = _shapes(base)
     plans = match_tensors(files, modules)
     for sentence in disagreements(files, plans, modules):
         logger.warning("%s: %s", files.folder, sentence)
@@ -103,17 +104,17 @@ def _report(files: AdapterFiles, form: str | None, trainable: bool) -> None:
         )
 
 
-def _all_experts(
-    modules: Mapping[str, nn.Linear | PackedProjection], num_experts: int
-) -> dict[str, nn.Linear | PackedProjection]:
-    """The modules, with stand-ins that count all experts where a process holds some."""
-    found = {}
-    for name, module in modules.items():
-        if isinstance(module, PackedProjection) and module.num_experts != num_experts:
-            with torch.device("meta"):
-                module = PackedProjection(num_experts, module.in_features, module.out_features)
-        found[name] = module
-    return found
+def _shapes(base: K3ForCausalLM) -> dict[str, ModuleShape]:
+    """The base's modules, counting all experts where a process holds some."""
+    num_experts = base.model.architecture.num_experts
+    return {
+        name: ModuleShape(
+            module.in_features,
+            module.out_features,
+            num_experts if isinstance(module, PackedProjection) else None,
+        )
+        for name, module in adaptable_modules(base).items()
+    }
 
 
 def _rows(layer: AdapterLayer, base: K3ForCausalLM, name: str) -> dict[int, int]:

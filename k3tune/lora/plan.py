@@ -8,18 +8,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from k3tune.errors import AdapterError
 from k3tune.lora.keys import FactorName, Slot, parse_key
+from k3tune.lora.modules import ModuleShape
 from k3tune.lora.read import AdapterConfig, AdapterFiles
 from k3tune.lora.spec import pattern_matches
 from k3tune.lora.targets import RankAlpha, layer_of, matching_value, near_names
-from k3tune.model.latent_moe import PackedProjection
 from k3tune.published.safetensors_files import StoredTensor
 
 _SHOWN = 5
-Modules = Mapping[str, nn.Linear | PackedProjection]
+Modules = Mapping[str, ModuleShape]
 
 
 @dataclass
@@ -65,8 +63,7 @@ def match_tensors(files: AdapterFiles, modules: Modules) -> dict[str, ModulePlan
 
     Args:
         files: the adapter.
-        modules: the base's adaptable modules; packed projections count all experts, local or not,
-            as ``num_experts``.
+        modules: the base's adaptable modules; ``num_experts`` counts all experts, local or not.
 
     Raises:
         AdapterError: if keys match nothing, a factor is there twice, halves or experts' halves are
@@ -130,17 +127,15 @@ def disagreements(
     return found
 
 
-def _has_expert(module: nn.Module, expert: int | None) -> bool:
-    return expert is None or (isinstance(module, PackedProjection) and expert < module.num_experts)
+def _has_expert(module: ModuleShape, expert: int | None) -> bool:
+    return expert is None or expert < (module.num_experts or 0)
 
 
-def _check_shape(
-    key: str, stored: StoredTensor, factor: FactorName, module: nn.Linear | PackedProjection
-) -> None:
+def _check_shape(key: str, stored: StoredTensor, factor: FactorName, module: ModuleShape) -> None:
     inner, outer = module.in_features, module.out_features
     matrix = f"(r, {inner})" if factor.half == "A" else f"({outer}, r)"
     expected, stacks = matrix, (0, 0)
-    if isinstance(module, PackedProjection) and factor.expert is None:
+    if module.num_experts is not None and factor.expert is None:
         stacks = (1, module.num_experts)
         expected = f"(1 or {module.num_experts}, {matrix[1:]} or {matrix}"
     *stack, rows, columns = stored.shape if len(stored.shape) > 1 else (0, 0)
@@ -175,7 +170,7 @@ def _complete(name: str, plan: ModulePlan, config: AdapterConfig) -> None:
             ]
             raise AdapterError(
                 f"{name}: expected a lora_A and a lora_B of each factor, found no "
-                f"{_listed(keys)}: the file is incomplete"
+                f"{listed(keys)}: the file is incomplete"
             )
     whole = {found[None] for found in ranks.values() if None in found}
     sizes = {}
@@ -206,7 +201,7 @@ def _one_rank(owner: str, ranks: set[int]) -> int:
 def _unmatched(files: AdapterFiles, keys: list[str], modules: Modules) -> str:
     parsed = parse_key(keys[0])
     known = [FactorName(name, None, half).key for name in modules for half in "AB"]
-    experts = [m.num_experts for m in modules.values() if isinstance(m, PackedProjection)]
+    experts = [m.num_experts for m in modules.values() if m.num_experts is not None]
     hint = ""
     if parsed is not None and parsed.module in modules and parsed.expert is not None:
         hint = f" (the base has experts 0 to {max(experts, default=0) - 1})"
@@ -214,7 +209,7 @@ def _unmatched(files: AdapterFiles, keys: list[str], modules: Modules) -> str:
         hint = " (the head takes no adapter: no server applies one)"
     return (
         f"{files.folder}: {len(keys)} of {len(files.tensors)} keys match nothing in the base{hint}:"
-        f" {_listed(keys)}; near names: {', '.join(near_names(keys[0], known, 3))}"
+        f" {listed(keys)}; near names: {', '.join(near_names(keys[0], known, 3))}"
     )
 
 
@@ -228,7 +223,7 @@ def _rank_disagreements(config: AdapterConfig, plans: Mapping[str, ModulePlan]) 
     if differ:
         yield (
             f"r and rank_pattern say another rank than the tensors of {len(differ)} modules: "
-            f"{_listed(differ)}; the tensors' rank is used, also in the scale"
+            f"{listed(differ)}; the tensors' rank is used, also in the scale"
         )
 
 
@@ -241,21 +236,21 @@ def _target_disagreements(
     if more := [name for name in modules if name in targeted and name not in plans]:
         yield (
             f"target_modules names {len(more)} modules without tensors, which stay unadapted: "
-            f"{_listed(more)}"
+            f"{listed(more)}"
         )
     if fewer := [name for name in plans if name not in targeted]:
         yield (
             f"target_modules leaves out {len(fewer)} modules that have tensors and are adapted: "
-            f"{_listed(fewer)}"
+            f"{listed(fewer)}"
         )
 
 
-def _is_targeted(config: AdapterConfig, name: str, module: nn.Module) -> bool:
+def _is_targeted(config: AdapterConfig, name: str, module: ModuleShape) -> bool:
     """PEFT's rule, for the model's names, the published ones, and those of single experts."""
     if config.layers and layer_of(name) not in config.layers:
         return False
     names = [name, f"language_model.{name}"]
-    if isinstance(module, PackedProjection):
+    if module.num_experts is not None:
         names += [FactorName(name, 0, "A").owner]
     if isinstance(config.targets, str):
         if config.targets == "all-linear":
@@ -269,16 +264,17 @@ def _missing_experts(plans: Mapping[str, ModulePlan], modules: Modules) -> Itera
     lacking, count = [], 0
     for name, plan in plans.items():
         module = modules[name]
-        if isinstance(module, PackedProjection) and plan.experts:
+        if module.num_experts is not None and plan.experts:
             missing = module.num_experts - len(plan.experts)
             count += missing
             if missing:
                 lacking.append(f"{name} ({missing} of {module.num_experts})")
     if lacking:
-        yield f"{count} experts have no factors and stay unadapted: {_listed(lacking)}"
+        yield f"{count} experts have no factors and stay unadapted: {listed(lacking)}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
     names = list(names)
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,8 @@
 """Read an adapter directory: its config, and where each factor lies in its files."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ from k3tune.published.safetensors_files import (
 )
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# Integers of a dtype's width, and its infinities as such: signed for +, unsigned for -.
+_BITS = {
+    torch.bfloat16: (torch.int16, torch.uint16, 0x7F80, 0xFF80),
+    torch.float16: (torch.int16, torch.uint16, 0x7C00, 0xFC00),
+    torch.float32: (torch.int32, torch.uint32, 0x7F800000, 0xFF800000),
+    torch.float64: (torch.int64, torch.uint64, 0x7FF << 52, 0xFFF << 52),
+}
+# small enough to stay in a cache between reading, checking, hashing and writing
+_CHUNK_BYTES = 2 << 20
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 # Fields that change the mathematics, with the values that do not.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -60,8 +70,12 @@ class AdapterFiles:
     metadata: Mapping[str, Any] | None
 
 
-def read_adapter(path: str | Path) -> AdapterFiles:
+def read_adapter(path: str | Path, *, banks: bool = False) -> AdapterFiles:
     """Read config and headers; no tensor is read.
+
+    Args:
+        path: adapter directory.
+        banks: allow PEFT's ``target_parameters``, for an import.
 
     Raises:
         AdapterError: if the directory, its config or a field of it is not usable.
@@ -77,7 +91,10 @@ def read_adapter(path: str | Path) -> AdapterFiles:
         raise AdapterError(
             f"{folder} has no {CONFIG_NAME}: the scale is alpha / r, and alpha stands there"
         )
-    config = _config(read_json(config_file.read_bytes(), config_file), config_file)
+    fields = read_json(config_file.read_bytes(), config_file)
+    if banks:
+        fields.pop("target_parameters", None)
+    config = _config(fields, config_file)
     metadata = None
     if metadata_file.is_file():
         metadata = read_json(metadata_file.read_bytes(), metadata_file)
@@ -85,10 +102,13 @@ def read_adapter(path: str | Path) -> AdapterFiles:
 
 
 class FactorReader:
-    """Reads factors from a directory's files as fp32 on the CPU; a context manager."""
+    """Reads factors from a directory's files on the CPU; a context manager."""
 
     def __init__(self) -> None:
         self._open: dict[Path, ShardReader] = {}
+        # rows of one stack: its key, the first row held, the rows
+        self._ahead: tuple[str, int, Tensor] = ("", 0, torch.empty(0))
+        self._last = ("", -1)
 
     def __enter__(self) -> "FactorReader":
         return self
@@ -98,23 +118,69 @@ class FactorReader:
             reader.__exit__(None, None, None)
 
     def read(self, key: str, stored: StoredTensor, rows: Sequence[int] | None = None) -> Tensor:
-        """A tensor, or the given rows of it.
+        """A tensor, or the given rows of it, as fp32.
 
         Raises:
             AdapterError: if a value is not finite.
             CheckpointError: if the file ends first.
         """
         if rows is None or list(rows) == list(range(stored.shape[0])):
-            tensor = self._bytes(key, stored, stored.offset, stored.shape)
-        else:
-            row_bytes = stored.size_bytes // stored.shape[0]
-            tensor = torch.stack(
-                [
-                    self._bytes(key, stored, stored.offset + row * row_bytes, stored.shape[1:])
-                    for row in rows
-                ]
-            )
-        if not torch.isfinite(tensor).all():
+            return self.read_stored(key, stored).float()
+        return torch.stack([self.read_stored(key, stored, row).float() for row in rows])
+
+    def read_stored(self, key: str, stored: StoredTensor, row: int | None = None) -> Tensor:
+        """A tensor, or one row of it, in the dtype of the file.
+
+        Raises:
+            AdapterError: if a value is not finite.
+            CheckpointError: if the file ends first.
+        """
+        if row is None:
+            return self._run(key, stored, stored.offset, stored.shape)
+        key_ahead, first, rows = self._ahead
+        if key_ahead == key and first <= row < first + len(rows):
+            self._last = key, row
+            return rows[row - first]
+        row_bytes = stored.size_bytes // stored.shape[0]
+        count = 1
+        if row == 0 or self._last == (key, row - 1):
+            # read in order: the next ones come with it
+            count = max(1, min(_CHUNK_BYTES // max(row_bytes, 1), stored.shape[0] - row))
+        self._last = key, row
+        offset = stored.offset + row * row_bytes
+        read = self._run(key, stored, offset, (count, *stored.shape[1:]))
+        self._ahead = key, row, read
+        return read[0]
+
+    def chunks(self, key: str, stored: StoredTensor, *, check: bool = True) -> Iterator[Tensor]:
+        """A tensor's values in the dtype of the file, some MB at a time, flat.
+
+        Raises:
+            AdapterError: if a value is not finite and ``check`` is true.
+            CheckpointError: if the file ends first.
+        """
+        total = math.prod(stored.shape)
+        width = stored_dtype(stored).itemsize
+        step = _CHUNK_BYTES // width
+        for start in range(0, total, step):
+            count = min(step, total - start)
+            yield self._run(key, stored, stored.offset + start * width, (count,), check)
+
+    def _run(
+        self,
+        key: str,
+        stored: StoredTensor,
+        offset: int,
+        shape: tuple[int, ...],
+        check: bool = True,
+    ) -> Tensor:
+        if stored.file not in self._open:
+            self._open[stored.file] = ShardReader(stored.file)
+        tensor = torch.empty(shape, dtype=stored_dtype(stored))
+        self._open[stored.file].read_into(
+            key, offset, tensor.flatten().view(torch.uint8).numpy().data
+        )
+        if check and not all_finite(tensor):
             raise AdapterError(
                 f"{stored.file}: tensor {key}: expected finite values, found "
                 f"{int((~torch.isfinite(tensor)).sum())} that are not: the adapter's training "
@@ -122,13 +188,25 @@ class FactorReader:
             )
         return tensor
 
-    def _bytes(self, key: str, stored: StoredTensor, offset: int, shape: tuple[int, ...]) -> Tensor:
-        if stored.file not in self._open:
-            self._open[stored.file] = ShardReader(stored.file)
-        tensor = torch.empty(shape, dtype=_DTYPES[stored.dtype])
-        buffer = tensor.flatten().view(torch.uint8)
-        self._open[stored.file].read_into(key, offset, buffer.numpy().data)
-        return tensor.float()
+
+def stored_dtype(stored: StoredTensor) -> torch.dtype:
+    """The torch dtype of a stored factor."""
+    return _DTYPES[stored.dtype]
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value is inf or nan, from two maxima over the bits: ten times isfinite's speed.
+
+    Exponent bits all set make the largest integers of either sign: as signed integers the positive
+    ones are on top, as unsigned ones the negative.
+    """
+    if tensor.numel() == 0:
+        return True
+    signed, unsigned, infinity, minus_infinity = _BITS[tensor.dtype]
+    return bool(
+        tensor.view(signed).numpy().max() < infinity
+        and tensor.view(unsigned).numpy().max() < minus_infinity
+    )
 
 
 def _tensors(folder: Path) -> dict[str, StoredTensor]:

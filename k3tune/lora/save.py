@@ -3,33 +3,30 @@
 import json
 import logging
 import math
-import os
-import secrets
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor
 
 import k3tune
 from k3tune.errors import AdapterError
+from k3tune.lora.config_file import config_document
+from k3tune.lora.directory import new_adapter_directory
 from k3tune.lora.fingerprint import base_fingerprint as fingerprint_of
 from k3tune.lora.inject import active_adapter, adapter_layers, base_of, local_experts
-from k3tune.lora.keys import CONFIG_NAME, METADATA_NAME
+from k3tune.lora.keys import CONFIG_NAME, METADATA_FORMAT, METADATA_NAME
 from k3tune.lora.layers import AdapterLayer, LoraPackedProjection
 from k3tune.lora.shards import DTYPE_NAMES, Pending, write_json, write_shards
+from k3tune.lora.shards import Entry as FileEntry
 from k3tune.lora.spec import FORMS
 from k3tune.lora.state import Entry, layer_entries, ranks_and_alphas, written_slots
-from k3tune.lora.targets import RankAlpha, adaptable_modules, config_fields
+from k3tune.lora.targets import RankAlpha, adaptable_modules, config_fields, whole_numbers
 from k3tune.model.modeling import K3ForCausalLM
 
 logger = logging.getLogger(__name__)
-
-_METADATA_FORMAT = 1
 
 
 def save_adapter(
@@ -73,22 +70,21 @@ def save_adapter(
     adapter_name = active_adapter(model, adapter_name)
     path = Path(path)
     _check_arguments(version, provenance, dtype, shard_bytes)
-    _check_target(path, overwrite)
     base, layers = base_of(model), adapter_layers(model, adapter_name)
     _check_complete(base, layers)
     tensors = _tensors(layers, adapter_name, dtype)
-    documents = {
-        CONFIG_NAME: _config(model, base, layers, adapter_name),
-        METADATA_NAME: {
-            "format": _METADATA_FORMAT,
+    with new_adapter_directory(path, overwrite=overwrite) as folder:
+        write_json(folder / CONFIG_NAME, _config(model, base, layers, adapter_name))
+        metadata = {
+            "format": METADATA_FORMAT,
             "k3tune": k3tune.__version__,
             "form": experts_form(layers, adapter_name),
             "version": version,
             "base": _base_metadata(base, base_fingerprint),
             "provenance": dict(provenance or {}),
-        },
-    }
-    _write(path, documents, tensors, shard_bytes)
+        }
+        write_json(folder / METADATA_NAME, metadata)
+        write_shards(folder, tensors, shard_bytes)
     logger.info("%s: wrote %d tensors of %d modules", path, len(tensors), len(layers))
     return path
 
@@ -126,7 +122,7 @@ def _tensors(
 
 
 def _pending(entry: Entry, dtype: torch.dtype) -> Pending:
-    def read() -> Tensor:
+    def parts() -> Iterator[Tensor]:
         tensor = entry.value.to(dtype).cpu()
         if not torch.isfinite(tensor).all():
             raise AdapterError(
@@ -134,9 +130,9 @@ def _pending(entry: Entry, dtype: torch.dtype) -> Pending:
                 f"{int((~torch.isfinite(tensor)).sum())} that are not, as {dtype}: the training "
                 "diverged (go back to an earlier checkpoint), or dtype is too narrow"
             )
-        return tensor
+        yield tensor
 
-    return Pending(entry.slot.key, dtype, tuple(entry.value.shape), read)
+    return Pending([FileEntry(entry.slot.key, dtype, tuple(entry.value.shape))], parts)
 
 
 def _config(
@@ -159,35 +155,16 @@ def _config(
             del names[name]
     fields = config_fields(chosen, names)
     for field in ("lora_alpha", "alpha_pattern"):
-        fields[field] = _whole(fields[field])
+        fields[field] = whole_numbers(fields[field])
     live = model.peft_config[adapter_name]
     assert isinstance(live, LoraConfig), f"{type(live)=}"
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.config.name_or_path,
-        "revision": None,
-        "peft_version": peft.__version__,
-        **fields,
-        "lora_dropout": live.lora_dropout,
-        "use_rslora": live.use_rslora,
-        "init_lora_weights": live.init_lora_weights,
-        "bias": "none",
-        "use_dora": False,
-        "fan_in_fan_out": False,
-        "exclude_modules": None,
-        "target_parameters": None,
-        "layers_pattern": None,
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
-
-
-def _whole(value: Any) -> Any:
-    """Alphas as integers where they are: some servers take nothing else."""
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return int(value) if float(value).is_integer() else value
+    return config_document(
+        fields,
+        base_name=base.config.name_or_path,
+        use_rslora=live.use_rslora,
+        dropout=live.lora_dropout,
+        init=live.init_lora_weights,
+    )
 
 
 def _check_arguments(
@@ -207,21 +184,6 @@ def _check_arguments(
         ) from error
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
-    if not path.exists():
-        return
-    if path.is_dir() and not any(path.iterdir()):
-        return
-    if not overwrite:
-        raise AdapterError(
-            f"{path} exists: name another directory, or pass overwrite=True to replace an adapter"
-        )
-    if not (path / CONFIG_NAME).is_file():
-        raise AdapterError(
-            f"{path} exists and is no adapter (it has no {CONFIG_NAME}): name another directory"
-        )
-
-
 def _check_complete(base: K3ForCausalLM, layers: Mapping[str, AdapterLayer]) -> None:
     for name, layer in layers.items():
         experts = local_experts(base, name)
@@ -231,47 +193,3 @@ def _check_complete(base: K3ForCausalLM, layers: Mapping[str, AdapterLayer]) -> 
                 f"{base.model.architecture.num_experts} experts, expected all of them in order: an "
                 "adapter is written whole; load the base with experts=None, or gather the factors"
             )
-
-
-def _write(
-    path: Path, documents: Mapping[str, object], tensors: Sequence[Pending], shard_bytes: int
-) -> None:
-    """Write everything beside ``path``, then give it the name."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        for name, content in documents.items():
-            write_json(temporary / name, content)
-        write_shards(temporary, tensors, shard_bytes)
-        _sync_folder(temporary)
-        _publish(temporary, path)
-    except OSError as error:
-        raise AdapterError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give the finished directory its name; one that is there steps aside first."""
-    old = None
-    if path.exists():
-        old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-        path.rename(old)
-    try:
-        temporary.rename(path)
-    except OSError:
-        if old is not None:
-            old.rename(path)
-        raise
-    _sync_folder(path.parent)
-    if old is not None:
-        shutil.rmtree(old)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,11 @@
-"""Safetensors files written one tensor at a time: header first, then each tensor's bytes."""
+"""Safetensors files written part by part: header first, then each tensor's bytes."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor
 
 from k3tune.lora.keys import INDEX_NAME, SINGLE_NAME
-from k3tune.published.safetensors_files import tensor_bytes
 
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
@@ -19,20 +21,38 @@ DTYPE_NAMES = {
     torch.float64: "F64",
 }
 _ALIGNMENT = 8
+# half a million small factors are written by large calls
+_BUFFER_BYTES = 1 << 20
 
 
-class Pending(NamedTuple):
-    """A tensor to write: ``read`` returns it, on the CPU, when its turn comes."""
+class Entry(NamedTuple):
+    """A tensor of a file: its name and kind."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
 
     @property
     def size_bytes(self) -> int:
         """Bytes in the file."""
-        return tensor_bytes(DTYPE_NAMES[self.dtype], self.shape)
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Tensors to write, one behind the other; ``parts`` reads them, when their turn comes.
+
+    The parts are runs of values in the order of the file, on the CPU, of any shape; one may end in
+    the middle of a tensor.
+    """
+
+    entries: Sequence[Entry]
+    parts: Callable[[], Iterator[Tensor]]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return sum(entry.size_bytes for entry in self.entries)
 
 
 def write_shards(folder: Path, tensors: Sequence[Pending], shard_bytes: int) -> list[str]:
@@ -41,7 +61,7 @@ def write_shards(folder: Path, tensors: Sequence[Pending], shard_bytes: int) -> 
     Args:
         folder: where the files go; every file is synced to disk.
         tensors: in the order they are written.
-        shard_bytes: most bytes of tensors a file; a larger tensor gets a file of its own.
+        shard_bytes: most bytes of tensors a file; a larger one gets a file of its own.
 
     Returns:
         Names of the files written.
@@ -58,11 +78,16 @@ def write_shards(folder: Path, tensors: Sequence[Pending], shard_bytes: int) -> 
     weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         _write_file(folder / name, shard)
-        weight_map |= dict.fromkeys((pending.key for pending in shard), name)
+        weight_map |= {entry.key: name for pending in shard for entry in pending.entries}
     total = sum(pending.size_bytes for pending in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / INDEX_NAME, index)
     return [*names, INDEX_NAME]
+
+
+def tensor_buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, not copied where it is contiguous."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def write_json(file: Path, content: object) -> None:
@@ -88,25 +113,24 @@ def _split(tensors: Sequence[Pending], shard_bytes: int) -> Iterator[list[Pendin
 def _write_file(file: Path, tensors: Sequence[Pending]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for pending in tensors:
-        end = offset + pending.size_bytes
-        header[pending.key] = {
-            "dtype": DTYPE_NAMES[pending.dtype],
-            "shape": list(pending.shape),
+    for entry in (entry for pending in tensors for entry in pending.entries):
+        end = offset + entry.size_bytes
+        header[entry.key] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
             "data_offsets": [offset, end],
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with file.open("wb") as stream:
+    with file.open("wb", buffering=_BUFFER_BYTES) as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
         for pending in tensors:
-            tensor = pending.read()
-            assert (tensor.dtype, tuple(tensor.shape)) == (pending.dtype, pending.shape), (
-                f"{pending.key=} {tensor.dtype=} {tensor.shape=}"
-            )
-            stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            written = 0
+            for part in pending.parts():
+                written += stream.write(tensor_buffer(part))
+            assert written == pending.size_bytes, f"{pending.entries[0]=} {written=}"
         _sync(stream)
 
 

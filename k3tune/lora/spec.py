@@ -117,6 +117,11 @@ class LoraSpec:
         return cls(**values)
 
 
+def lora_scaling(alpha: float, rank: int, use_rslora: bool) -> float:
+    """``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
 def dropout_message(dropout: float, found: str) -> str:
     """Why dropout and the experts do not go together."""
     return (

@@ -4,14 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple
-
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from k3tune.errors import AdapterError
 from k3tune.lora.spec import GROUPS, LoraSpec, pattern_matches
-from k3tune.model.latent_moe import PackedProjection
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from k3tune.model.latent_moe import PackedProjection
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # A server answers with the base's head, and the loss reads its weight: neither would see factors.
@@ -25,8 +26,14 @@ class RankAlpha(NamedTuple):
     alpha: float
 
 
-def adaptable_modules(base: nn.Module) -> dict[str, nn.Linear | PackedProjection]:
+def adaptable_modules(base: "nn.Module") -> "dict[str, nn.Linear | PackedProjection]":
     """The modules that can take factors, by their names in the base (adapted ones included)."""
+    # an export needs this file's names, and neither PEFT nor a model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    from k3tune.model.latent_moe import PackedProjection
+
     modules: dict[str, nn.Linear | PackedProjection] = {}
     inside: str | None = None
     for name, module in base.named_modules():
@@ -56,7 +63,7 @@ def near_names(name: str, names: Iterable[str], count: int = 5) -> list[str]:
     return get_close_matches(name, names, count, cutoff=0.6) or names[:count]
 
 
-def choose_modules(spec: LoraSpec, base: nn.Module) -> dict[str, RankAlpha]:
+def choose_modules(spec: LoraSpec, base: "nn.Module") -> dict[str, RankAlpha]:
     """The modules ``spec`` targets, with their rank and alpha, in the model's order.
 
     Raises:
@@ -97,7 +104,7 @@ def matching_value(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _no_match(
-    what: str, pattern: str, names: Iterable[str], base: nn.Module, layers: tuple[int, ...] | None
+    what: str, pattern: str, names: Iterable[str], base: "nn.Module", layers: tuple[int, ...] | None
 ) -> str:
     where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
     other = [
@@ -147,6 +154,13 @@ def config_fields(chosen: Mapping[str, RankAlpha], names: Iterable[str]) -> dict
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
     }
+
+
+def whole_numbers(value: Any) -> Any:
+    """Alphas as integers where they are: some servers take nothing else."""
+    if isinstance(value, dict):
+        return {key: whole_numbers(item) for key, item in value.items()}
+    return int(value) if float(value).is_integer() else value
 
 
 def _by_suffix(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
