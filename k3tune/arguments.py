@@ -12,7 +12,7 @@ from typing import Any
 from k3tune.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32")
-KERNELS = ("auto", "triton", "reference")
+KERNELS = ("auto", "triton", "cpu", "reference")
 FORMS = ("per_expert", "shared_outer")
 INITS = ("kaiming", "gaussian")
 BAD_SAMPLES = ("skip", "error")

@@ -33,7 +33,7 @@ DtypeName = Annotated[
     typer.Option("--dtype", help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
 ]
 Kernels = Annotated[
-    Literal["auto", "triton", "reference"], typer.Option(help="Backend of every operation.")
+    Literal["auto", "triton", "cpu", "reference"], typer.Option(help="Backend of every operation.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows that run together.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest continuation, in tokens.")]

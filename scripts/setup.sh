@@ -32,9 +32,13 @@ find_python() {
 # Everything an installation depends on, as one line.
 fingerprint() {
     "$1" -I -c '
-import hashlib, os, sys
+import hashlib, os, pathlib, sys
 digest = hashlib.sha256(repr((sys.version, os.getcwd())).encode())
-for name in ("pyproject.toml", "scripts/setup.sh"):
+names = ["pyproject.toml", "scripts/setup.sh"]
+# the native CPU kernels, which the installation builds
+names += sorted(map(str, pathlib.Path("kernels/k3tune_kernels/cpu").glob("csrc/*")))
+names += sorted(map(str, pathlib.Path(".").glob("setup.py")))
+for name in names:
     digest.update(open(name, "rb").read())
 print(digest.hexdigest())'
 }
@@ -75,7 +79,8 @@ echo "setup: installing into .venv (about 3 GB the first time; log in $log)"
 quietly "$venv_python" -I -m pip install --disable-pip-version-check --no-input \
     --progress-bar off "$torch" --editable ".[dev,demo]"
 if ! command -v "${CC:-cc}" gcc clang >/dev/null; then
-    echo "setup: no C compiler found: a CPU needs none, Triton's kernels on a GPU need gcc or clang"
+    echo "setup: no C compiler found: the experts' CPU kernels are left out and torch runs instead;" \
+        "Triton's kernels on a GPU need gcc or clang"
 fi
 fingerprint "$venv_python" >"$stamp"
 echo "setup: done in $SECONDS s"

@@ -126,7 +126,8 @@ def verify(
         typer.Option(help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
     ] = "auto",
     kernels: Annotated[
-        Literal["auto", "triton", "reference"], typer.Option(help="Backend of every operation.")
+        Literal["auto", "triton", "cpu", "reference"],
+        typer.Option(help="Backend of every operation."),
     ] = "auto",
     as_json: Json = False,
 ) -> None:

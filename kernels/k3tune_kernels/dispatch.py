@@ -7,12 +7,13 @@ every process.
 
 import importlib.util
 import os
+import warnings
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 
 # Ops with Triton kernels, and the dtypes (of the first tensor an op passes) those kernels take.
 TRITON_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
@@ -21,6 +22,9 @@ TRITON_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "attention_residual": (torch.bfloat16, torch.float32),
     "linear_cross_entropy": (torch.bfloat16, torch.float32),
 }
+
+# Ops with native CPU kernels, likewise.
+CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"moe_lora": (torch.bfloat16, torch.float32)}
 
 # bf16 tensor-core instructions begin here.
 _LOWEST_CUDA_CAPABILITY = (8, 0)
@@ -41,32 +45,21 @@ def choose(op: str, backend: str, *tensors: torch.Tensor, limit: str | None = No
 
     Args:
         op: name of the op, as in :data:`TRITON_DTYPES`.
-        backend: ``"auto"`` takes Triton where it can run, else the reference; other names insist.
+        backend: ``"auto"`` takes Triton where it can run, else the native CPU kernels, else the
+            reference; other names insist. For an op without native CPU kernels ``"cpu"`` means the
+            reference, which is what it has on a CPU.
         *tensors: what the op computes on; the dtype of the first decides, the device of all.
         limit: what this call asks for beyond the op's Triton kernel, in words; ``None`` if nothing.
 
     Returns:
-        ``"triton"`` or ``"reference"``.
+        ``"triton"``, ``"cpu"`` or ``"reference"``.
 
     Raises:
-        ValueError: for an unknown name, or for ``"triton"`` where it cannot run.
+        ValueError: for an unknown name, or for one that cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"{op}: expected backend to be one of {BACKENDS}, found {backend!r}")
-    if backend == "reference":
-        choice = Choice("reference", "asked for")
-    else:
-        obstacle = _obstacle_to_triton(op, tensors) or limit
-        if obstacle is None and backend == "auto":
-            obstacle = _obstacle_to_choosing_interpreter(tensors)
-        if obstacle is None:
-            choice = Choice("triton", "asked for" if backend == "triton" else "can run here")
-        elif backend == "triton":
-            raise ValueError(
-                f"{op}: backend 'triton' was asked for, but {obstacle}; use 'auto' or 'reference'"
-            )
-        else:
-            choice = Choice("reference", obstacle)
+    choice = _CHOICES[backend](op, tensors, limit)
     _last_choice[op] = choice
     return choice.backend
 
@@ -81,6 +74,48 @@ def explain(op: str | None = None) -> Choice | dict[str, Choice] | None:
         The last :class:`Choice` of ``op`` (``None`` if it was not called yet), or a dict of all.
     """
     return dict(_last_choice) if op is None else _last_choice.get(op)
+
+
+def _choose_reference(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+    return Choice("reference", "asked for")
+
+
+def _choose_triton(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+    if obstacle := _obstacle_to_triton(op, tensors) or limit:
+        raise ValueError(
+            f"{op}: backend 'triton' was asked for, but {obstacle}; use 'auto' or 'reference'"
+        )
+    return Choice("triton", "asked for")
+
+
+def _choose_cpu(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+    if op not in CPU_DTYPES:
+        return Choice("reference", "the CPU path of this op")
+    if obstacle := _obstacle_to_cpu(op, tensors):
+        raise ValueError(
+            f"{op}: backend 'cpu' was asked for, but {obstacle}; use 'auto' or 'reference'"
+        )
+    return Choice("cpu", "asked for")
+
+
+def _choose_auto(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+    obstacle = _obstacle_to_triton(op, tensors) or limit
+    obstacle = obstacle or _obstacle_to_choosing_interpreter(tensors)
+    if obstacle is None:
+        return Choice("triton", "can run here")
+    if op not in CPU_DTYPES or tensors[0].device.type != "cpu":
+        return Choice("reference", obstacle)
+    if obstacle := _obstacle_to_cpu(op, tensors):
+        return Choice("reference", obstacle)
+    return Choice("cpu", "can run here")
+
+
+_CHOICES = {
+    "auto": _choose_auto,
+    "triton": _choose_triton,
+    "cpu": _choose_cpu,
+    "reference": _choose_reference,
+}
 
 
 def interpreting() -> bool:
@@ -126,3 +161,25 @@ def _obstacle_to_choosing_interpreter(tensors: tuple[torch.Tensor, ...]) -> str 
     if tensors[0].device.type == "cpu" and tensors[0].dtype is not torch.float32:
         return "Triton's interpreter computes bf16 wrongly; only an explicit 'triton' takes it"
     return None
+
+
+def _obstacle_to_cpu(op: str, tensors: tuple[torch.Tensor, ...]) -> str | None:
+    """Why the native CPU kernels of this op cannot run this call, or ``None``."""
+    if tensors[0].dtype not in CPU_DTYPES[op]:
+        served = ", ".join(str(dtype) for dtype in CPU_DTYPES[op])
+        return f"its CPU kernel takes {served}, found {tensors[0].dtype}"
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if devices != ["cpu"]:
+        return f"the tensors are on {', '.join(devices)}"
+    # Opening the library belongs to the first call that needs it, not to the import.
+    from k3tune_kernels.cpu import library
+
+    obstacle = library.obstacle()
+    if obstacle is not None:
+        _warn_once(f"the CPU kernels cannot be used and the slower reference runs: {obstacle}")
+    return obstacle
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -116,7 +116,7 @@ def build(
 
 def run(operands: Operands, backend: str, **options: object) -> dict[str, torch.Tensor]:
     """Output and every gradient of the op, by name."""
-    return _differentiate(
+    return differentiate(
         operands,
         operands.leaves,
         lambda: moe_lora(
@@ -136,10 +136,10 @@ def run(operands: Operands, backend: str, **options: object) -> dict[str, torch.
 def oracle(operands: Operands) -> dict[str, torch.Tensor]:
     """Output and every gradient in fp64: every expert on every token, weighted by a mask."""
     leaves = {name: t.detach().double().requires_grad_() for name, t in operands.leaves.items()}
-    return _differentiate(operands, leaves, lambda: _dense(operands, leaves))
+    return differentiate(operands, leaves, lambda: _dense(operands, leaves))
 
 
-def _differentiate(
+def differentiate(
     operands: Operands, leaves: dict[str, torch.Tensor], call: Callable[[], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     out = call()

@@ -51,7 +51,7 @@ def moe_lora(
             that are not among them contribute nothing. ``None``: ids are rows of the weights.
         keep_gate_up: spend ``3 N A F`` values of memory to spare the backward of the Triton kernels
             one gate+up product (the reference always keeps what it needs).
-        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
 
     Returns:
         ``[N, D]`` in the dtype of ``x_ND``; expert outputs are summed in order of their ids in fp32
@@ -68,6 +68,10 @@ def moe_lora(
     chosen = dispatch.choose("moe_lora", backend, *operands[:3], *weights[0])
     if chosen == "reference":
         return moe_lora_reference(*operands, situ=Situ(*situ), local_experts=local_experts)
+    if chosen == "cpu":
+        from k3tune_kernels.moe_lora.cpu_op import moe_lora_cpu
+
+        return moe_lora_cpu(*operands, situ=Situ(*situ), local_experts=local_experts)
     from k3tune_kernels.moe_lora.triton_op import moe_lora_triton
 
     return moe_lora_triton(

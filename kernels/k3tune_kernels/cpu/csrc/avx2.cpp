@@ -1,0 +1,39 @@
+// AVX2 with FMA: fp32 arithmetic in 256-bit vectors, for fp32 and bf16 calls alike.
+#include "kernels.h"
+#include "target.h"
+
+#if K3_X86
+
+#include <immintrin.h>
+
+#define K3_VECTOR_BYTES 32
+#define K3_DOT_ROWS 2
+#define K3_OUTER_ROWS 6
+#define K3_OUTER_VECTORS 2
+
+K3_TARGET_BEGIN("avx2,fma")
+namespace k3 {
+namespace avx2 {
+#include "lanes.inc"
+#include "products.inc"
+#include "row_kernels.inc"
+}  // namespace avx2
+}  // namespace k3
+K3_TARGET_END
+
+namespace k3 {
+static bool avx2_runs_here() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+static const Kernels avx2_kernels = avx2::row_kernels<float>(false);
+const Isa AVX2 = {"avx2", avx2_runs_here, &avx2_kernels, &avx2_kernels};
+}  // namespace k3
+
+#else
+
+namespace k3 {
+static bool avx2_runs_here() { return false; }
+const Isa AVX2 = {"avx2", avx2_runs_here, nullptr, nullptr};
+}  // namespace k3
+
+#endif

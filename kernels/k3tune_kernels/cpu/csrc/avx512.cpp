@@ -1,0 +1,60 @@
+// AVX-512 with bf16 dot products (and VBMI for the nibbles): Zen 4, Sapphire Rapids and later.
+//
+// Three ways through a weight, all from its one row-major buffer:
+// - up to 8 rows of activations: decoded values go straight into dot products, no panel;
+// - more rows, forward: a panel of 64 outputs is decoded with the outputs along the lanes, then
+//   6 x 64 tiles run over it, a pair of activations broadcast at a time;
+// - more rows, backward: the same tiles over a panel of 64 inputs, its rows interleaved in pairs.
+// Every product of E2M1 and bf16 is exact; a tile sums at most 1,024 pairs before it is added.
+#include "kernels.h"
+#include "target.h"
+
+#if K3_X86
+
+#include <immintrin.h>
+
+#define K3_VECTOR_BYTES 64
+#define K3_DOT_ROWS 4
+#define K3_OUTER_ROWS 6
+#define K3_OUTER_VECTORS 4
+#define K3_MASKED_LANES
+
+K3_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx2,fma")
+namespace k3 {
+namespace avx512 {
+#include "lanes.inc"
+#include "products.inc"
+#include "row_kernels.inc"
+#include "bf16_decode.inc"
+#include "bf16_kernels.inc"
+}  // namespace avx512
+}  // namespace k3
+K3_TARGET_END
+
+namespace k3 {
+static bool avx512_runs_here() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+}
+static constexpr Kernels with_bf16_products() {
+    Kernels kernels = avx512::row_kernels<bf16>(true);
+    kernels.project = avx512::project_bf16;
+    kernels.project_back = avx512::project_back_bf16;
+    kernels.scratch_bytes = avx512::bf16_scratch_bytes;
+    return kernels;
+}
+static const Kernels avx512_float_kernels = avx512::row_kernels<float>(false);
+static const Kernels avx512_bf16_kernels = with_bf16_products();
+const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, &avx512_float_kernels,
+                         &avx512_bf16_kernels};
+}  // namespace k3
+
+#else
+
+namespace k3 {
+static bool avx512_runs_here() { return false; }
+const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, nullptr, nullptr};
+}  // namespace k3
+
+#endif

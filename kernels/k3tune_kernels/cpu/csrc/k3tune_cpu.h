@@ -1,0 +1,76 @@
+// The C interface of the shared library; k3tune_kernels/cpu/library.py mirrors these structs.
+//
+// Shapes: N tokens, A active experts a token, M routed rows here, D model (latent) dim, F expert
+// hidden dim, E local experts, R LoRA rank, O outputs and I inputs of one projection.
+#pragma once
+
+#include <cstdint>
+
+#define K3_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum K3Dtype : int64_t { K3_FLOAT32 = 0, K3_BFLOAT16 = 1 };
+enum K3Status : int64_t { K3_OK = 0, K3_OUT_OF_MEMORY = 1, K3_NO_SUCH_ISA = 2 };
+
+// MXFP4 weight of all experts, packed u8 [E, O, I/2] and scale u8 [E, O, I/32]. Strides in bytes;
+// the bytes of one row are contiguous.
+struct K3Weight {
+    const uint8_t* packed;
+    const uint8_t* scale;
+    int64_t packed_expert_stride, packed_row_stride;
+    int64_t scale_expert_stride, scale_row_stride;
+};
+
+// A [E or 1, R, I], B [E or 1, O, R], contiguous. rank 0: no adapter. Gradients are fp32 and may be
+// null. scaling_E, where it is not null, replaces scaling.
+struct K3Factors {
+    const void* A;
+    const void* B;
+    const float* scaling_E;
+    float* dA;
+    float* dB;
+    double scaling;
+    int64_t rank;
+    int64_t A_dtype, B_dtype;
+    int64_t A_shared, B_shared;
+};
+
+struct K3Moe {
+    int64_t tokens, active, experts, dim, hidden;
+    int64_t x_dtype;
+    int64_t threads;
+    int64_t isa;  // of k3_isa_name; -1: the best this CPU has
+    double beta, linear_beta;
+    const void* x;                 // [N, D] contiguous
+    const int64_t* expert_ids;     // [N, A]
+    const float* expert_weights;   // [N, A]
+    const int64_t* local_experts;  // [E], or null: ids are rows of the weights
+    float* narrow;                 // [N * A, sum of ranks]: scaled x A^T of gate and up, of hidden
+    void* out;                     // forward: [N, D] in the dtype of x
+    const void* d_out;             // backward: [N, D] in the dtype of x
+    void* dx;                      // [N, D] in the dtype of x, or null
+    float* d_weights;              // [N, A], or null
+    K3Weight weight[3];            // gate, up, down
+    K3Factors lora[3];
+};
+
+K3_EXPORT int64_t k3_moe_forward(const K3Moe* call);
+K3_EXPORT int64_t k3_moe_backward(const K3Moe* call);
+
+// packed [rows, groups * 16] and scale [rows, groups] to bf16 [rows, groups * 32], exact.
+K3_EXPORT void k3_decode(const uint8_t* packed, const uint8_t* scale, int64_t rows, int64_t groups,
+                         uint16_t* out);
+
+// One product with one expert's weight, for tests and benchmarks: out[T, O] = x[T, I] W^T, or with
+// transposed != 0 out[T, I] = x[T, O] W; out is fp32.
+K3_EXPORT int64_t k3_project(const K3Weight* weight, int64_t outputs, int64_t inputs, const void* x,
+                             int64_t x_dtype, int64_t rows, int64_t transposed, int64_t threads,
+                             int64_t isa, float* out);
+
+// SiTU-GLU of n values, and with grad its gradients; for tests.
+K3_EXPORT void k3_situ(const float* gate, const float* up, const float* grad, int64_t n,
+                       double beta, double linear_beta, int64_t isa, float* out, float* d_gate,
+                       float* d_up);
+
+K3_EXPORT const char* k3_isa_name(int64_t isa);       // null past the last
+K3_EXPORT int64_t k3_isa_runs_here(int64_t isa);
+K3_EXPORT const char* k3_source_digest(void);

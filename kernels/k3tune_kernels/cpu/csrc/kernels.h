@@ -1,0 +1,90 @@
+// What an instruction set offers to the op: products over packed weights, and the small products
+// of LoRA around them. Rows are activations gathered by expert, in bf16 or fp32; every result is
+// fp32. No function allocates, and none depends on the number of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mxfp4.h"
+
+namespace k3 {
+
+// A LoRA factor of one expert, row-major.
+struct Factor {
+    const void* data;
+    bool is_bf16;
+};
+
+// Activation rows of one expert.
+struct Rows {
+    const void* data;
+    int64_t stride;  // in values
+    int64_t count;
+};
+
+struct Kernels {
+    bool rows_are_bf16;
+
+    // out[t, o - first] = rows[t] . W[o] for outputs first <= o < last, multiples of 32.
+    void (*project)(Rows rows, const Weight& weight, int64_t first, int64_t last, float* out,
+                    int64_t out_stride, void* scratch);
+    // out[t, i - first] (+)= sum_o rows[t, o] W[o, i] for inputs first <= i < last.
+    void (*project_back)(Rows rows, const Weight& weight, int64_t first, int64_t last, float* out,
+                         int64_t out_stride, bool add, void* scratch);
+    // narrow[t, r] = scaling * rows[t] . A[r], with A [rank, width].
+    void (*shrink)(Rows rows, Factor A, int64_t rank, int64_t width, float scaling, float* narrow,
+                   int64_t narrow_stride);
+    // narrow[t, r] = scaling * sum_o rows[t, o] B[o, r], with B [width, rank].
+    void (*shrink_back)(Rows rows, Factor B, int64_t rank, int64_t width, float scaling,
+                        float* narrow, int64_t narrow_stride, void* scratch);
+    // out[t, o - first] += narrow[t] . B[o].
+    void (*expand)(const float* narrow, int64_t narrow_stride, int64_t count, Factor B,
+                   int64_t rank, int64_t first, int64_t last, float* out, int64_t out_stride,
+                   void* scratch);
+    // out[t, i - first] += sum_r narrow[t, r] A[r, i], with A [rank, width].
+    void (*expand_back)(const float* narrow, int64_t narrow_stride, int64_t count, Factor A,
+                        int64_t rank, int64_t width, int64_t first, int64_t last, float* out,
+                        int64_t out_stride);
+    // dA[r, i] (+)= sum_t narrow[t, r] rows[t, i] for first <= i < last, with dA [rank, width].
+    void (*gram_A)(const float* narrow, int64_t narrow_stride, int64_t rank, Rows rows,
+                   int64_t width, int64_t first, int64_t last, float* dA, bool add);
+    // dB[o, r] (+)= sum_t rows[t, o] narrow[t, r] for first <= o < last, with dB [width, rank].
+    void (*gram_B)(const float* narrow, int64_t narrow_stride, int64_t rank, Rows rows,
+                   int64_t first, int64_t last, float* dB, bool add, void* scratch);
+    // hidden[i] = SiTU(gate[i], up[i]), stored as a row value.
+    void (*situ)(const float* gate, const float* up, int64_t n, float beta, float linear_beta,
+                 void* hidden);
+    // From the gradient of hidden before the routing weight: row values of d_gate, d_up (weighted)
+    // and hidden (may be null); returns sum_i d_hidden[i] * hidden[i].
+    float (*situ_back)(const float* gate, const float* up, const float* d_hidden, int64_t n,
+                       float weight, float beta, float linear_beta, void* d_gate, void* d_up,
+                       void* hidden);
+    // One row of n values of x, into row values.
+    void (*load_row)(const void* source, bool source_is_bf16, int64_t n, void* row);
+    // sum[i] (+)= factor * row[i].
+    void (*accumulate)(const float* row, float factor, int64_t n, float* sum, bool add);
+    // fp32 to x's dtype, rounded to nearest even.
+    void (*store_row)(const float* sum, int64_t n, void* target, bool target_is_bf16);
+
+    size_t (*scratch_bytes)(int64_t rank);
+};
+
+struct Isa {
+    const char* name;
+    bool (*runs_here)();
+    const Kernels* for_float32;
+    const Kernels* for_bf16;
+};
+
+// Best first; the last runs everywhere.
+constexpr int NUM_ISAS = 3;
+extern const Isa AVX512_BF16;
+extern const Isa AVX2;
+extern const Isa PORTABLE;
+
+const Isa* isa_at(int64_t index);
+// The one asked for, or the best for -1; null if it does not run here.
+const Isa* choose_isa(int64_t index);
+
+}  // namespace k3

@@ -1,0 +1,22 @@
+// The instruction set every CPU of its kind has: 128-bit vectors, which gcc and clang lower to
+// whatever the target's baseline offers.
+#include "kernels.h"
+
+#define K3_VECTOR_BYTES 16
+#define K3_DOT_ROWS 2
+#define K3_OUTER_ROWS 3
+#define K3_OUTER_VECTORS 2
+
+namespace k3 {
+namespace portable {
+#include "lanes.inc"
+#include "products.inc"
+#include "row_kernels.inc"
+
+static bool runs_here() { return true; }
+// Rows are widened to fp32 as they are gathered, also those of a bf16 call.
+static const Kernels kernels = row_kernels<float>(false);
+}  // namespace portable
+
+const Isa PORTABLE = {"portable", portable::runs_here, &portable::kernels, &portable::kernels};
+}  // namespace k3

@@ -1,0 +1,22 @@
+"""The benchmark of the CPU kernels runs on this machine, so that it cannot rot."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cpu_cases import ISAS, needs_library
+
+pytestmark = [needs_library, pytest.mark.slow]
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="its ceilings are those of AVX512-BF16")
+def test_the_cpu_benchmark_times_ours_and_the_reference(repository):
+    script = repository / "kernels" / "bench" / "cpu_moe.py"
+    command = [sys.executable, str(script), "--section", "nano", "--rounds", "2"]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "GFLOP/s" in report.splitlines()[0]
+    rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| 64 tokens")]
+    candidates = {row[2] for row in rows}
+    assert {"ours", "reference", "resident bfloat16", "resident float32"} <= candidates
+    assert all(float(row[4]) > 0 for row in rows if row[3] != "not installed")
