@@ -19,7 +19,7 @@ WRONG = [
     (ModelArguments, "base", 3, "text that is not empty"),
     (ModelArguments, "tokenizer", "", "text that is not empty"),
     (ModelArguments, "dtype", "bf16", "bfloat16, float32"),
-    (ModelArguments, "kernels", "cuda", "auto, triton, reference"),
+    (ModelArguments, "kernels", "cuda", "auto, triton, cpu, reference"),
     (LoraArguments, "lora_targets", "experts", "list of texts"),
     (LoraArguments, "lora_targets", [], "not empty"),
     (LoraArguments, "lora_targets", [1], "list of texts"),

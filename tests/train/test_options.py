@@ -62,7 +62,7 @@ def test_switches_can_be_turned_off_by_flag(parse):
         ("lora_rank: 8.5\n", r"lora_rank is 8.5, expected an integer of at least 1"),
         ("lora_targets: experts\n", "lora_targets is 'experts', expected a list of texts"),
         ("lora_rslora: 3\n", "lora_rslora is 3, expected true or false"),
-        ("kernels: cuda\n", "kernels is 'cuda', expected one of auto, triton, reference"),
+        ("kernels: cuda\n", "kernels is 'cuda', expected one of auto, triton, cpu, reference"),
         ("- a\n- b\n", "is no YAML"),
     ],
 )
