@@ -37,7 +37,9 @@ step "before: $count unseen problems a task"
 .venv/bin/python scripts/evaluate_nano.py "$base" --count "$count" --json "$folder/before.json"
 
 step "LoRA SFT: the same recipe trains all of K3 with another YAML"
-.venv/bin/accelerate launch --config_file recipes/accelerate/single.yaml recipes/sft.py \
+# accelerate gives a CPU process one thread unless told otherwise
+.venv/bin/accelerate launch --config_file recipes/accelerate/single.yaml \
+    --num_cpu_threads_per_process "$(nproc)" recipes/sft.py \
     --config recipes/configs/nano_sft.yaml --train_path "$folder/train.jsonl" \
     --output_dir "$folder/sft"
 
