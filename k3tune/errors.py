@@ -19,3 +19,7 @@ class QuantizationError(K3TuneError):
 
 class AdapterError(K3TuneError):
     """An adapter's files or options do not fit the base they are meant for."""
+
+
+class RolloutError(K3TuneError):
+    """An engine cannot sample, lost samples, or serves another adapter than it was told to."""

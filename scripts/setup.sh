@@ -77,7 +77,7 @@ rm -f "$stamp"
 echo "setup: installing into .venv (about 3 GB the first time; log in $log)"
 "$venv_python" -I -m pip --version >/dev/null 2>&1 || quietly "$venv_python" -I -m ensurepip
 quietly "$venv_python" -I -m pip install --disable-pip-version-check --no-input \
-    --progress-bar off "$torch" --editable ".[dev,demo]"
+    --progress-bar off "$torch" --editable ".[dev,demo,serve]"
 if ! command -v "${CC:-cc}" gcc clang >/dev/null; then
     echo "setup: no C compiler found: the experts' CPU kernels are left out and torch runs instead;" \
         "Triton's kernels on a GPU need gcc or clang"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from k3tune.train.run_log import read_run_log
+from k3tune.run_log import read_run_log
 
 _TASKS = {"spell_backward": "new task, spell_backward", "chain_sum": "old task, chain_sum"}
 

@@ -29,6 +29,7 @@ RULES = {
     "errors": rule(),
     "files": rule("errors"),
     "lazy": rule(),
+    "run_log": rule("errors"),
     "arguments": rule(),
     "published": rule("", "huggingface_hub"),
     "quant": rule("kernels", "torch"),
@@ -46,8 +47,14 @@ RULES = {
     ),
     "rl": rule(
         "arguments data lora model monitor parallel plan published quant train kernels",
-        "torch transformers safetensors datasets deepspeed accelerate trl numpy httpx",
+        "torch transformers safetensors datasets deepspeed accelerate trl numpy httpx tqdm",
     ),
+    "serve": rule(
+        "data lora model rl published quant",
+        "torch starlette uvicorn anyio pydantic",
+    ),
+    "report": rule("monitor", "numpy matplotlib"),
+    "doctor": rule("published quant model kernels", "torch packaging"),
     "recipes": rule("arguments data lora model monitor plan rl train errors", "trl"),
     # the two front doors import what a name or a command needs when it is asked for
     "": rule("data lora model published quant train"),
@@ -55,7 +62,7 @@ RULES = {
     "cli": rule("commands published", "typer"),
 }
 # Standard library only, so they are open to the other parts of k3tune.
-LEAVES = {"errors", "files", "lazy"}
+LEAVES = {"errors", "files", "lazy", "run_log"}
 CLOSED_TO_LEAVES = {"kernels", "recipes", *LEAVES}
 AT_MODULE_LEVEL = {"__init__": rule(), "cli": rule("commands", "typer")}
 WITHOUT_TORCH = [

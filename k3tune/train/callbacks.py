@@ -17,7 +17,7 @@ from transformers import (
 from k3tune.lora.watch import FactorWatch
 from k3tune.train.metrics import StepClock, sum_over_processes
 from k3tune.train.run_config import git_commit, versions
-from k3tune.train.run_log import FILE_NAME, RunLogWriter
+from k3tune.run_log import FILE_NAME, RunLogWriter
 
 if TYPE_CHECKING:
     from k3tune.train.resumable import ResumableTrainer

@@ -183,7 +183,7 @@ class K3SFTTrainer(ResumableTrainer, SFTTrainer):
         return result
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what :mod:`k3tune.train.run_log` lists, and weigh eval batches by their tokens."""
+        """Add what :mod:`k3tune.run_log` lists, and weigh eval batches by their tokens."""
         prefix = next((name for name in logs if name.endswith("_loss") and "eval" in name), None)
         if "loss" in logs:
             logs |= self._step_metrics(logs)

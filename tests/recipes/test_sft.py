@@ -16,7 +16,7 @@ from closeness import relative_l2
 from k3tune.lora import adapter_state, load_adapter
 from k3tune.model import load_base
 from k3tune.train.launch import TERMINATED, USER_ERROR
-from k3tune.train.run_log import read_run_log
+from k3tune.run_log import read_run_log
 
 
 def losses(output_dir):

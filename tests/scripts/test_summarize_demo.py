@@ -2,7 +2,7 @@
 
 import json
 
-from k3tune.train.run_log import RunLogWriter
+from k3tune.run_log import RunLogWriter
 from summarize_demo import summary
 
 

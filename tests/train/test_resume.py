@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from k3tune.errors import CheckpointError, ConfigError
 from k3tune.lora import adapter_state
 from k3tune.train.launch import TERMINATED
-from k3tune.train.run_log import read_run_log
+from k3tune.run_log import read_run_log
 from tiny_run import adapted, make_trainer, rows
 
 RUN = {

@@ -10,7 +10,7 @@ from transformers import TrainerCallback, trainer
 from k3tune.data import pack
 from k3tune.train import sft
 from k3tune.train.metrics import RouterLoad, StepClock
-from k3tune.train.run_log import read_run_log
+from k3tune.run_log import read_run_log
 from tiny_run import adapted, make_trainer, rows
 
 TRAIN_FIELDS = {

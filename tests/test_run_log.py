@@ -6,7 +6,7 @@ import os
 import pytest
 
 from k3tune.errors import K3TuneError
-from k3tune.train.run_log import SCHEMA, RunLogWriter, read_run_log
+from k3tune.run_log import SCHEMA, RunLogWriter, read_run_log
 
 
 @pytest.fixture
