@@ -20,11 +20,11 @@ from pathlib import Path
 import roofline
 import torch
 from registry import SHAPES, WORKLOADS
-from report import Row, markdown
 from timing import interleaved, peak_bytes
 from workload import OURS, PASSES, Candidate, Shape, Workload
 
 from k3tune_kernels import dispatch
+from report import Row, markdown
 
 # Relative L2 to our result above which a candidate computes something else; the operands are bf16.
 AGREEMENT = 2e-2

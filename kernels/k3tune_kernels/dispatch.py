@@ -24,7 +24,16 @@ TRITON_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 }
 
 # Ops with native CPU kernels, likewise.
-CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"moe_lora": (torch.bfloat16, torch.float32)}
+CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "moe_lora": (torch.bfloat16, torch.float32),
+    "situ_glu": (torch.float32,),
+    "attention_residual": (torch.bfloat16, torch.float32),
+    "kda_step": (torch.float32,),
+}
+
+# Of these some calls only: what their kernels do not take is the reference's, and no error under
+# ``cpu`` either.
+_CPU_WHERE_POSSIBLE = ("situ_glu", "attention_residual", "kda_step")
 
 # bf16 tensor-core instructions begin here.
 _LOWEST_CUDA_CAPABILITY = (8, 0)
@@ -40,7 +49,13 @@ class Choice(NamedTuple):
 _last_choice: dict[str, Choice] = {}
 
 
-def choose(op: str, backend: str, *tensors: torch.Tensor, limit: str | None = None) -> str:
+def choose(
+    op: str,
+    backend: str,
+    *tensors: torch.Tensor,
+    limit: str | None = None,
+    cpu_limit: str | None = None,
+) -> str:
     """Decide the backend of one call.
 
     Args:
@@ -50,6 +65,7 @@ def choose(op: str, backend: str, *tensors: torch.Tensor, limit: str | None = No
             reference, which is what it has on a CPU.
         *tensors: what the op computes on; the dtype of the first decides, the device of all.
         limit: what this call asks for beyond the op's Triton kernel, in words; ``None`` if nothing.
+        cpu_limit: likewise beyond its native CPU kernel.
 
     Returns:
         ``"triton"``, ``"cpu"`` or ``"reference"``.
@@ -59,7 +75,7 @@ def choose(op: str, backend: str, *tensors: torch.Tensor, limit: str | None = No
     """
     if backend not in BACKENDS:
         raise ValueError(f"{op}: expected backend to be one of {BACKENDS}, found {backend!r}")
-    choice = _CHOICES[backend](op, tensors, limit)
+    choice = _CHOICES[backend](op, tensors, limit, cpu_limit)
     _last_choice[op] = choice
     return choice.backend
 
@@ -76,11 +92,15 @@ def explain(op: str | None = None) -> Choice | dict[str, Choice] | None:
     return dict(_last_choice) if op is None else _last_choice.get(op)
 
 
-def _choose_reference(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+def _choose_reference(
+    op: str, tensors: tuple[torch.Tensor, ...], limit: str | None, cpu_limit: str | None
+) -> Choice:
     return Choice("reference", "asked for")
 
 
-def _choose_triton(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+def _choose_triton(
+    op: str, tensors: tuple[torch.Tensor, ...], limit: str | None, cpu_limit: str | None
+) -> Choice:
     if obstacle := _obstacle_to_triton(op, tensors) or limit:
         raise ValueError(
             f"{op}: backend 'triton' was asked for, but {obstacle}; use 'auto' or 'reference'"
@@ -88,24 +108,30 @@ def _choose_triton(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None
     return Choice("triton", "asked for")
 
 
-def _choose_cpu(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+def _choose_cpu(
+    op: str, tensors: tuple[torch.Tensor, ...], limit: str | None, cpu_limit: str | None
+) -> Choice:
     if op not in CPU_DTYPES:
         return Choice("reference", "the CPU path of this op")
-    if obstacle := _obstacle_to_cpu(op, tensors):
+    if obstacle := _obstacle_to_cpu(op, tensors) or cpu_limit:
+        if op in _CPU_WHERE_POSSIBLE:
+            return Choice("reference", obstacle)
         raise ValueError(
             f"{op}: backend 'cpu' was asked for, but {obstacle}; use 'auto' or 'reference'"
         )
     return Choice("cpu", "asked for")
 
 
-def _choose_auto(op: str, tensors: tuple[torch.Tensor, ...], limit: str | None) -> Choice:
+def _choose_auto(
+    op: str, tensors: tuple[torch.Tensor, ...], limit: str | None, cpu_limit: str | None
+) -> Choice:
     obstacle = _obstacle_to_triton(op, tensors) or limit
     obstacle = obstacle or _obstacle_to_choosing_interpreter(tensors)
     if obstacle is None:
         return Choice("triton", "can run here")
     if op not in CPU_DTYPES or tensors[0].device.type != "cpu":
         return Choice("reference", obstacle)
-    if obstacle := _obstacle_to_cpu(op, tensors):
+    if obstacle := _obstacle_to_cpu(op, tensors) or cpu_limit:
         return Choice("reference", obstacle)
     return Choice("cpu", "can run here")
 

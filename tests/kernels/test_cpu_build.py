@@ -137,7 +137,7 @@ def test_no_sanitizer_finds_anything(tmp_path, repository, monkeypatch):
     result = subprocess.run(
         [
             *(sys.executable, "-c", SANITIZED, str(sanitized)),
-            *(str(tests / f"test_cpu_{part}.py") for part in ("products", "moe_lora")),
+            *(str(tests / f"test_cpu_{part}.py") for part in ("products", "moe_lora", "steps")),
             *("-k", "not waves"),
         ],
         cwd=repository,

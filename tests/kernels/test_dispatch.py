@@ -49,9 +49,9 @@ def test_without_the_library_cpu_tensors_take_the_reference_with_one_warning(
 
 
 def test_asking_for_cpu_takes_the_reference_of_ops_without_native_kernels(triton_op):
-    assert dispatch.choose("situ_glu", "cpu", torch.zeros(1)) == "reference"
-    assert dispatch.choose("situ_glu", "auto", torch.zeros(1)) == "reference"
-    assert dispatch.explain("situ_glu").reason == (
+    assert dispatch.choose("linear_cross_entropy", "cpu", torch.zeros(1)) == "reference"
+    assert dispatch.choose("linear_cross_entropy", "auto", torch.zeros(1)) == "reference"
+    assert dispatch.explain("linear_cross_entropy").reason == (
         "the tensors are on the CPU and TRITON_INTERPRET is unset"
     )
 
@@ -79,8 +79,9 @@ def test_the_interpreter_counts_as_triton_for_cpu_tensors(triton_op, monkeypatch
 
 def test_auto_never_lands_on_the_interpreters_wrong_bf16(triton_op, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.choose("situ_glu", "auto", torch.zeros(1, dtype=torch.bfloat16)) == "reference"
-    assert "bf16" in dispatch.explain("situ_glu").reason
+    op = "linear_cross_entropy"
+    assert dispatch.choose(op, "auto", torch.zeros(1, dtype=torch.bfloat16)) == "reference"
+    assert "bf16" in dispatch.explain(op).reason
 
 
 def test_fp64_belongs_to_the_reference(triton_op, monkeypatch):

@@ -19,6 +19,10 @@ MAX_TRITON_SOURCES = 9
 def _implementation(backend: str) -> ModuleType:
     if backend == "reference":
         return reference
+    if backend == "cpu":
+        from k3tune_kernels.attention_residual import cpu_kernels
+
+        return cpu_kernels
     from k3tune_kernels.attention_residual import triton_kernels
 
     return triton_kernels
@@ -105,7 +109,7 @@ def attention_residual(
             kept by reference for the backward pass. Triton takes up to 9.
         norm_weight_D, query_weight_D: ``[D]``, any floating dtype.
         eps: added to the mean square.
-        backend: ``auto``, ``triton`` or ``reference``.
+        backend: ``auto``, ``triton``, ``cpu`` or ``reference``.
 
     Returns:
         ``[..., D]`` in the sources' dtype; fp32 inside (fp64 for fp64 sources). Differentiable
@@ -122,4 +126,7 @@ def attention_residual(
     chosen = dispatch.choose(
         "attention_residual", backend, norm_weight_D, query_weight_D, *sources, limit=limit
     )
+    if not torch.is_grad_enabled():
+        mix, _, _ = _implementation(chosen).forward(sources, norm_weight_D, query_weight_D, eps)
+        return mix
     return _AttentionResidual.apply(eps, chosen, norm_weight_D, query_weight_D, *sources)

@@ -60,6 +60,7 @@ class Moe(ctypes.Structure):
         ("x_dtype", _INT),
         ("threads", _INT),
         ("isa", _INT),
+        ("hidden_rounding", _INT),
         ("beta", ctypes.c_double),
         ("linear_beta", ctypes.c_double),
         ("x", _POINTER),
@@ -76,9 +77,45 @@ class Moe(ctypes.Structure):
     )
 
 
+class Mix(ctypes.Structure):
+    """``K3Mix`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("tokens", "num_sources", "dim", "dtype", "threads", "isa")),
+        ("eps", ctypes.c_double),
+        *((name, _POINTER) for name in ("sources", "query", "out", "weights", "inverse_rms")),
+    )
+
+
+class KdaStep(ctypes.Structure):
+    """``K3KdaStep`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("rows", "heads", "head_dim", "context", "threads", "isa")),
+        *((name, ctypes.c_double) for name in ("gate_lower_bound", "eps", "unit_eps")),
+        ("x", _POINTER * 3),
+        *((name, _POINTER) for name in ("window", "taps", "decay_logit", "decay_bias")),
+        *((name, _POINTER) for name in ("decay_rate", "beta_logit", "gate", "norm_weight")),
+        *((name, _POINTER) for name in ("state", "out")),
+    )
+
+
+class SituGlu(ctypes.Structure):
+    """``K3SituGlu`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("values", "threads", "isa")),
+        *((name, ctypes.c_double) for name in ("beta", "linear_beta")),
+        *((name, _POINTER) for name in ("gate", "up", "grad", "out", "d_gate", "d_up")),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "k3_moe_forward": (_INT, [_POINTER]),
     "k3_moe_backward": (_INT, [_POINTER]),
+    "k3_mix": (_INT, [_POINTER]),
+    "k3_kda_step": (_INT, [_POINTER]),
+    "k3_situ_glu": (_INT, [_POINTER]),
     "k3_decode": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER]),
     "k3_project": (_INT, [_POINTER, _INT, _INT, _POINTER, *[_INT] * 5, _POINTER]),
     "k3_situ": (

@@ -11,6 +11,7 @@ from k3tune_kernels.moe_lora.operands import (
     check_operands,
 )
 from k3tune_kernels.moe_lora.reference import moe_lora_reference
+from k3tune_kernels.moe_lora.rounding import check_rounding, round_straight_through
 
 __all__ = ["LoraFactors", "MoELora", "PackedWeight", "Situ", "moe_lora"]
 
@@ -27,6 +28,7 @@ def moe_lora(
     situ: Situ,
     local_experts: torch.Tensor | None = None,
     keep_gate_up: bool = False,
+    activation_rounding: str = "none",
     backend: str = "auto",
 ) -> torch.Tensor:
     """Weighted sum of each token's experts.
@@ -51,6 +53,9 @@ def moe_lora(
             that are not among them contribute nothing. ``None``: ids are rows of the weights.
         keep_gate_up: spend ``3 N A F`` values of memory to spare the backward of the Triton kernels
             one gate+up product (the reference always keeps what it needs).
+        activation_rounding: ``"bf16"`` or ``"mxfp8"`` rounds what enters each projection and its
+            LoRA, ``x`` and the hidden values, as an engine with such activations does; gradients
+            pass as if it were not rounded. Reference and CPU kernels only.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
 
     Returns:
@@ -64,16 +69,26 @@ def moe_lora(
     weights = (PackedWeight(*gate), PackedWeight(*up), PackedWeight(*down))
     factors = MoELora(*(None if f is None else LoraFactors(*f) for f in lora or MoELora()))
     check_operands(x_ND, expert_ids_NA, expert_weights_NA, weights, factors, local_experts)
+    check_rounding(activation_rounding)
+    rounds = activation_rounding != "none"
+    limit = "its Triton kernels do not round activations" if rounds else None
+    x_ND = round_straight_through(x_ND, activation_rounding)
     operands = (x_ND, expert_ids_NA, expert_weights_NA, *weights, factors)
-    chosen = dispatch.choose("moe_lora", backend, *operands[:3], *weights[0])
-    if chosen == "reference":
-        return moe_lora_reference(*operands, situ=Situ(*situ), local_experts=local_experts)
+    chosen = dispatch.choose("moe_lora", backend, *operands[:3], *weights[0], limit=limit)
+    if chosen == "triton":
+        from k3tune_kernels.moe_lora.triton_op import moe_lora_triton
+
+        return moe_lora_triton(
+            *operands, situ=Situ(*situ), local_experts=local_experts, keep_gate_up=keep_gate_up
+        )
+    compute = moe_lora_reference
     if chosen == "cpu":
         from k3tune_kernels.moe_lora.cpu_op import moe_lora_cpu
 
-        return moe_lora_cpu(*operands, situ=Situ(*situ), local_experts=local_experts)
-    from k3tune_kernels.moe_lora.triton_op import moe_lora_triton
-
-    return moe_lora_triton(
-        *operands, situ=Situ(*situ), local_experts=local_experts, keep_gate_up=keep_gate_up
+        compute = moe_lora_cpu
+    return compute(
+        *operands,
+        situ=Situ(*situ),
+        local_experts=local_experts,
+        hidden_rounding=activation_rounding,
     )

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from k3tune_kernels.cpu import library
 from k3tune_kernels.moe_lora.operands import MoELora, PackedWeight, Situ
+from k3tune_kernels.moe_lora.rounding import ROUNDINGS
 
 Scaling = float | torch.Tensor | None
 
@@ -25,12 +26,13 @@ class Settings:
     """What a call passes besides tensors that take part in autograd.
 
     ``scalings`` are alpha / rank of gate, up, down; ``isa`` numbers an instruction set, -1 is the
-    best this CPU has.
+    best this CPU has; ``hidden_rounding`` numbers one of ROUNDINGS.
     """
 
     situ: Situ
     scalings: tuple[Scaling, Scaling, Scaling]
     isa: int
+    hidden_rounding: int
 
 
 def moe_lora_cpu(
@@ -44,11 +46,13 @@ def moe_lora_cpu(
     *,
     situ: Situ,
     local_experts: torch.Tensor | None,
+    hidden_rounding: str = "none",
     isa: str | None = None,
 ) -> torch.Tensor:
     """:func:`k3tune_kernels.moe_lora.moe_lora` on operands that were checked; x bf16 or fp32.
 
     Args:
+        hidden_rounding: what enters ``down`` is rounded to; ``x_ND`` comes rounded.
         isa: name of an instruction set of :func:`k3tune_kernels.cpu.library.isas`; ``None`` is the
             best one.
     """
@@ -56,7 +60,12 @@ def moe_lora_cpu(
         s.detach().float().contiguous() if isinstance(s, torch.Tensor) else s
         for s in (None if f is None else f.scaling for f in lora)
     ]
-    settings = Settings(situ, (scalings[0], scalings[1], scalings[2]), library.isa_index(isa))
+    settings = Settings(
+        situ,
+        (scalings[0], scalings[1], scalings[2]),
+        library.isa_index(isa),
+        ROUNDINGS.index(hidden_rounding),
+    )
     factors = [t for f in lora for t in ((None, None) if f is None else (f.A, f.B))]
     ids_NA = expert_ids_NA.long().contiguous()
     packed = [_rows_in_one_piece(t) for weight in (gate, up, down) for t in weight]
@@ -142,6 +151,7 @@ class _Call:
         moe.active = ids_NA.shape[1]
         moe.x_dtype = library.DTYPES[x_ND.dtype]
         moe.threads, moe.isa = torch.get_num_threads(), settings.isa
+        moe.hidden_rounding = settings.hidden_rounding
         moe.beta, moe.linear_beta = settings.situ
         moe.x, moe.expert_ids = self._pointer(x_ND), self._pointer(ids_NA)
         moe.expert_weights = self._pointer(weights_NA.float())

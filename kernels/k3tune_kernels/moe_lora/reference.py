@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from k3tune_kernels.moe_lora.operands import LoraFactors, MoELora, PackedWeight, Situ
+from k3tune_kernels.moe_lora.rounding import round_straight_through
 from k3tune_kernels.moe_lora.routing import local_rows
 from k3tune_kernels.mxfp4.reference import decode
 from k3tune_kernels.situ_glu import situ_glu
@@ -31,8 +32,13 @@ def moe_lora_reference(
     *,
     situ: Situ,
     local_experts: torch.Tensor | None,
+    hidden_rounding: str = "none",
 ) -> torch.Tensor:
-    """:func:`k3tune_kernels.moe_lora.moe_lora` on operands that were checked."""
+    """:func:`k3tune_kernels.moe_lora.moe_lora` on operands that were checked.
+
+    Args:
+        hidden_rounding: what enters ``down`` is rounded to; ``x_ND`` comes rounded.
+    """
     num_experts = gate.packed.shape[0]
     # Rows sorted by expert; id num_experts stands for "not here" and sorts last.
     rows_NA = local_rows(expert_ids_NA, num_experts, local_experts)
@@ -55,6 +61,7 @@ def moe_lora_reference(
             hidden_TF = situ_glu(
                 gate_TF, up_TF, beta=situ.beta, linear_beta=situ.linear_beta, backend="reference"
             )
+            hidden_TF = round_straight_through(hidden_TF, hidden_rounding)
             outputs.append(_PackedLoraLinear.apply(hidden_TF, *projections[2][expert]))
             start += count
         out_ND = _combine(x_ND, outputs, order_M, expert_ids_NA, expert_weights_NA)

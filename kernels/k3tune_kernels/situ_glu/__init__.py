@@ -11,10 +11,17 @@ from k3tune_kernels.situ_glu import reference
 
 __all__ = ["situ_glu"]
 
+# the native kernels have no tail
+_CPU_VALUES = 32
+
 
 def _implementation(backend: str) -> ModuleType:
     if backend == "reference":
         return reference
+    if backend == "cpu":
+        from k3tune_kernels.situ_glu import cpu_kernels
+
+        return cpu_kernels
     from k3tune_kernels.situ_glu import triton_kernels
 
     return triton_kernels
@@ -60,7 +67,7 @@ def situ_glu(
         gate, up: tensors of one shape, floating dtype and device.
         beta, linear_beta: positive bounds of the two branches (4 and 25 in K3), so that
             ``|output| < beta * linear_beta``.
-        backend: ``auto``, ``triton`` or ``reference``.
+        backend: ``auto``, ``triton``, ``cpu`` or ``reference``.
 
     Returns:
         Same shape and dtype as the inputs; computed in fp32 (fp64 for fp64 inputs).
@@ -79,5 +86,10 @@ def situ_glu(
         raise ValueError(
             f"situ_glu expects positive bounds, got beta={beta} and linear_beta={linear_beta}"
         )
-    chosen = dispatch.choose("situ_glu", backend, gate, up)
+    cpu_limit = None
+    if gate.numel() % _CPU_VALUES:
+        cpu_limit = f"its CPU kernel takes a multiple of {_CPU_VALUES} values, found {gate.numel()}"
+    chosen = dispatch.choose("situ_glu", backend, gate, up, cpu_limit=cpu_limit)
+    if not torch.is_grad_enabled():
+        return _implementation(chosen).forward(gate, up, beta, linear_beta)
     return _SituGlu.apply(gate, up, beta, linear_beta, chosen)

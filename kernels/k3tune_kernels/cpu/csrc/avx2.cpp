@@ -17,6 +17,7 @@ namespace avx2 {
 #include "lanes.inc"
 #include "products.inc"
 #include "row_kernels.inc"
+#include "step_kernels.inc"
 }  // namespace avx2
 }  // namespace k3
 K3_TARGET_END
@@ -26,14 +27,15 @@ static bool avx2_runs_here() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 static const Kernels avx2_kernels = avx2::row_kernels<float>(false);
-const Isa AVX2 = {"avx2", avx2_runs_here, &avx2_kernels, &avx2_kernels};
+static const StepKernels avx2_steps = avx2::step_kernels();
+const Isa AVX2 = {"avx2", avx2_runs_here, &avx2_kernels, &avx2_kernels, &avx2_steps};
 }  // namespace k3
 
 #else
 
 namespace k3 {
 static bool avx2_runs_here() { return false; }
-const Isa AVX2 = {"avx2", avx2_runs_here, nullptr, nullptr};
+const Isa AVX2 = {"avx2", avx2_runs_here, nullptr, nullptr, nullptr};
 }  // namespace k3
 
 #endif

@@ -25,6 +25,7 @@ namespace avx512 {
 #include "lanes.inc"
 #include "products.inc"
 #include "row_kernels.inc"
+#include "step_kernels.inc"
 #include "bf16_decode.inc"
 #include "bf16_kernels.inc"
 }  // namespace avx512
@@ -46,15 +47,16 @@ static constexpr Kernels with_bf16_products() {
 }
 static const Kernels avx512_float_kernels = avx512::row_kernels<float>(false);
 static const Kernels avx512_bf16_kernels = with_bf16_products();
+static const StepKernels avx512_steps = avx512::step_kernels();
 const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, &avx512_float_kernels,
-                         &avx512_bf16_kernels};
+                         &avx512_bf16_kernels, &avx512_steps};
 }  // namespace k3
 
 #else
 
 namespace k3 {
 static bool avx512_runs_here() { return false; }
-const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, nullptr, nullptr};
+const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, nullptr, nullptr, nullptr};
 }  // namespace k3
 
 #endif

@@ -29,7 +29,8 @@ class Backward {
           dy_(rows() * call.dim * value_bytes),
           d_gate_(rows() * call.hidden * value_bytes),
           d_up_(rows() * call.hidden * value_bytes),
-          hidden_(call.lora[DOWN].dA ? rows() * call.hidden * value_bytes : 0),
+          wants_hidden_(call.lora[DOWN].dA || call.hidden_rounding != K3_ROUND_NONE),
+          hidden_(wants_hidden_ ? rows() * call.hidden * value_bytes : 0),
           dx_(call.dx ? rows() * call.dim : 0),
           sums_(call.dx && moe_.routing.waves.size() > 1 ? call.tokens * call.dim : 0),
           blocks_((call.hidden + Moe::TASK_STEP - 1) / Moe::TASK_STEP),
@@ -137,14 +138,16 @@ class Backward {
                     return moe_.at(values.data(), row + t, moe_.call.hidden) +
                            (task.first + c) * moe_.value_bytes;
                 };
-                partial_.data()[(row + t) * blocks_ + (task.first + c) / Moe::TASK_STEP] =
-                    moe_.kernels.situ_back(moe_.product(scratch, GATE) + at,
-                                           moe_.product(scratch, UP) + at, gradient + at,
-                                           std::min(Moe::TASK_STEP, width - c), weight,
-                                           static_cast<float>(moe_.call.beta),
-                                           static_cast<float>(moe_.call.linear_beta), in(d_gate_),
-                                           in(d_up_),
-                                           moe_.call.lora[DOWN].dA ? in(hidden_) : nullptr);
+                const int64_t count = std::min(Moe::TASK_STEP, width - c);
+                char* hidden = wants_hidden_ ? in(hidden_) : nullptr;
+                float sum = moe_.kernels.situ_back(
+                    moe_.product(scratch, GATE) + at, moe_.product(scratch, UP) + at,
+                    gradient + at, count, weight, static_cast<float>(moe_.call.beta),
+                    static_cast<float>(moe_.call.linear_beta), in(d_gate_), in(d_up_), hidden);
+                // the routing weight scales what the rounded values gave
+                if (moe_.round_hidden(hidden, count))
+                    sum = moe_.dot_hidden(hidden, gradient + at, count);
+                partial_.data()[(row + t) * blocks_ + (task.first + c) / Moe::TASK_STEP] = sum;
             }
         }
     }
@@ -241,7 +244,9 @@ class Backward {
     }
 
     const Moe moe_;
-    const Buffer<char> x_, dy_, d_gate_, d_up_, hidden_;
+    const Buffer<char> x_, dy_, d_gate_, d_up_;
+    const bool wants_hidden_;  // for dA of down, or because it is rounded
+    const Buffer<char> hidden_;
     const Buffer<float> dx_, sums_;
     const int64_t blocks_;
     // d_hidden . hidden, by row and block of columns

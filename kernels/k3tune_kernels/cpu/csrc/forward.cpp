@@ -43,13 +43,15 @@ class Forward {
         moe_.gate_up(wave, task, x_.data(), scratch);
         const Segment& segment = moe_.routing.segments[task.segment];
         const int64_t width = task.last - task.first, row = segment.first - wave.first_row;
-        for (int64_t t = 0; t < segment.count(); t++)
+        for (int64_t t = 0; t < segment.count(); t++) {
+            char* hidden = moe_.at(hidden_.data(), row + t, moe_.call.hidden) +
+                           task.first * moe_.value_bytes;
             moe_.kernels.situ(moe_.product(scratch, GATE) + t * width,
                               moe_.product(scratch, UP) + t * width, width,
                               static_cast<float>(moe_.call.beta),
-                              static_cast<float>(moe_.call.linear_beta),
-                              moe_.at(hidden_.data(), row + t, moe_.call.hidden) +
-                                  task.first * moe_.value_bytes);
+                              static_cast<float>(moe_.call.linear_beta), hidden);
+            moe_.round_hidden(hidden, width);
+        }
     }
 
     void shrink_hidden(const Wave& wave, const Task& task) {

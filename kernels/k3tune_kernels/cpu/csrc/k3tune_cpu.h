@@ -9,6 +9,7 @@
 #define K3_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum K3Dtype : int64_t { K3_FLOAT32 = 0, K3_BFLOAT16 = 1 };
+enum K3Rounding : int64_t { K3_ROUND_NONE = 0, K3_ROUND_BF16 = 1, K3_ROUND_MXFP8 = 2 };
 enum K3Status : int64_t { K3_OK = 0, K3_OUT_OF_MEMORY = 1, K3_NO_SUCH_ISA = 2 };
 
 // MXFP4 weight of all experts, packed u8 [E, O, I/2] and scale u8 [E, O, I/32]. Strides in bytes;
@@ -39,6 +40,7 @@ struct K3Moe {
     int64_t x_dtype;
     int64_t threads;
     int64_t isa;  // of k3_isa_name; -1: the best this CPU has
+    int64_t hidden_rounding;  // of what enters down; gradients pass as if it were not rounded
     double beta, linear_beta;
     const void* x;                 // [N, D] contiguous
     const int64_t* expert_ids;     // [N, A]
@@ -55,6 +57,53 @@ struct K3Moe {
 
 K3_EXPORT int64_t k3_moe_forward(const K3Moe* call);
 K3_EXPORT int64_t k3_moe_backward(const K3Moe* call);
+
+// The residual mixer's forward: out[n] = sum_s softmax_s(query . x_s / rms(x_s)) x_s.
+struct K3Mix {
+    int64_t tokens, num_sources, dim;
+    int64_t dtype, threads, isa;
+    double eps;
+    const void* const* sources;  // [S] of [N, D]
+    const float* query;          // [D], the norm's weight in it
+    void* out;                   // [N, D]
+    float* weights;              // [N, S]
+    float* inverse_rms;          // [N, S]
+};
+
+// One token of every row through KDA, between its projections; fp32, head_dim a multiple of 16.
+// W = heads * head_dim.
+struct K3KdaStep {
+    int64_t rows, heads, head_dim, context;
+    int64_t threads, isa;
+    double gate_lower_bound, eps, unit_eps;
+    const float* x[3];         // q, k, v before their convolutions, [B, W] each
+    float* window;             // [B, context, 3 W] inputs before x; moved on by one
+    const float* taps;         // [context + 1, 3 W]
+    const float* decay_logit;  // [B, W]
+    const float* decay_bias;   // [W]
+    const float* decay_rate;   // [heads]
+    const float* beta_logit;   // [B, heads]
+    const float* gate;         // [B, W]
+    const float* norm_weight;  // [head_dim]
+    float* state;              // [B, heads, head_dim, head_dim]; updated
+    float* out;                // [B, W]
+};
+
+// SiTU-GLU of fp32 values, a multiple of 32 of them: out, or with grad d_gate and d_up.
+struct K3SituGlu {
+    int64_t values, threads, isa;
+    double beta, linear_beta;
+    const float* gate;
+    const float* up;
+    const float* grad;  // or null
+    float* out;
+    float* d_gate;
+    float* d_up;
+};
+
+K3_EXPORT int64_t k3_mix(const K3Mix* call);
+K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call);
+K3_EXPORT int64_t k3_situ_glu(const K3SituGlu* call);
 
 // packed [rows, groups * 16] and scale [rows, groups] to bf16 [rows, groups * 32], exact.
 K3_EXPORT void k3_decode(const uint8_t* packed, const uint8_t* scale, int64_t rows, int64_t groups,

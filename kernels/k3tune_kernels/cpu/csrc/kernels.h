@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "k3tune_cpu.h"
 #include "mxfp4.h"
 
 namespace k3 {
@@ -70,11 +71,19 @@ struct Kernels {
     size_t (*scratch_bytes)(int64_t rank);
 };
 
+// One token, or one row, of the calls of k3tune_cpu.h.
+struct StepKernels {
+    void (*mix_float32)(const K3Mix& call, int64_t token);
+    void (*mix_bf16)(const K3Mix& call, int64_t token);
+    void (*kda_step)(const K3KdaStep& call, int64_t row, float* scratch);
+};
+
 struct Isa {
     const char* name;
     bool (*runs_here)();
     const Kernels* for_float32;
     const Kernels* for_bf16;
+    const StepKernels* steps;
 };
 
 // Best first; the last runs everywhere.

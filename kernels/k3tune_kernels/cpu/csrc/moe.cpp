@@ -1,5 +1,7 @@
 #include "moe.h"
 
+#include "rounding.h"
+
 namespace k3 {
 namespace {
 
@@ -129,6 +131,32 @@ void Moe::gate_up(const Wave& wave, const Task& task, const char* x, char* scrat
     const Rows rows = rows_of(x, segment.first - wave.first_row, segment.count(), call.dim);
     for (Projection which : {GATE, UP})
         project(which, task, rows, product(scratch, which), task.last - task.first, panel(scratch));
+}
+
+bool Moe::round_hidden(char* values, int64_t count) const {
+    const bool is_bf16 = kernels.rows_are_bf16;
+    if (call.hidden_rounding == K3_ROUND_NONE) return false;
+    if (call.hidden_rounding == K3_ROUND_BF16 && is_bf16) return false;
+    float group[MX_GROUP];
+    for (int64_t start = 0; start < count; start += MX_GROUP) {
+        char* at = values + start * value_bytes;
+        load_group(at, is_bf16, group);
+        if (call.hidden_rounding == K3_ROUND_MXFP8)
+            round_mxfp8(group);
+        else
+            round_bf16(group);
+        store_group(group, is_bf16, at);
+    }
+    return true;
+}
+
+float Moe::dot_hidden(const char* values, const float* weights, int64_t count) const {
+    float group[MX_GROUP], sum = 0;
+    for (int64_t start = 0; start < count; start += MX_GROUP) {
+        load_group(values + start * value_bytes, kernels.rows_are_bf16, group);
+        for (int64_t i = 0; i < MX_GROUP; i++) sum += group[i] * weights[start + i];
+    }
+    return sum;
 }
 
 void Moe::gather(const void* source, int64_t first, int64_t last, char* rows) const {

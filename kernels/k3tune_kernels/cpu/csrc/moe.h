@@ -108,6 +108,11 @@ class Moe {
     // Gate and up of the task's columns into products 0 and 1 of the scratch; x: rows of the wave.
     void gate_up(const Wave& wave, const Task& task, const char* x, char* scratch) const;
 
+    // Rounds what enters down in place, whole groups of 32 values; whether there was anything to do.
+    bool round_hidden(char* values, int64_t count) const;
+    // sum of values * weights, of row values
+    float dot_hidden(const char* values, const float* weights, int64_t count) const;
+
     // Rows of `source` [N, D] for rows first .. last, behind each other.
     void gather(const void* source, int64_t first, int64_t last, char* rows) const;
     // target[n] (+)= sum over n's rows of this wave of weight * rows[row], in the order of the

@@ -12,11 +12,14 @@ namespace portable {
 #include "lanes.inc"
 #include "products.inc"
 #include "row_kernels.inc"
+#include "step_kernels.inc"
 
 static bool runs_here() { return true; }
 // Rows are widened to fp32 as they are gathered, also those of a bf16 call.
 static const Kernels kernels = row_kernels<float>(false);
+static const StepKernels steps = step_kernels();
 }  // namespace portable
 
-const Isa PORTABLE = {"portable", portable::runs_here, &portable::kernels, &portable::kernels};
+const Isa PORTABLE = {"portable", portable::runs_here, &portable::kernels, &portable::kernels,
+                      &portable::steps};
 }  // namespace k3
