@@ -3,7 +3,7 @@
 Shape letters: ``B`` batch, ``T`` new tokens, ``D`` model width, ``A`` active experts a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from transformers.utils.generic import can_return_tuple
 
 from k3tune.model.cache import K3Cache
 from k3tune.model.configuration import K3Config
-from k3tune.model.decoder import K3DecoderLayer, run_layers
+from k3tune.model.decoder import K3DecoderLayer, LayerCache, run_layers
 from k3tune.model.documents import Documents, FrontPadding, find_documents
 from k3tune.model.initialization import initialize
 from k3tune.model.inputs import Replay, new_mask, one_of, refuse, replayed_ids
 from k3tune.model.latent_moe import Routing
 from k3tune.model.layers import ResidualQuery, RMSNorm, mix_residuals
+from k3tune.model.local_experts import LayerExperts
+from k3tune.model.rows import RowCache
 
 
 @dataclass
@@ -79,7 +81,11 @@ class K3Model(K3PreTrainedModel):
     """Embedding, decoder layers, output mix and final norm."""
 
     def __init__(
-        self, config: K3Config, *, experts: Sequence[int] | None = None, kernels: str = "auto"
+        self,
+        config: K3Config,
+        *,
+        experts: Sequence[int] | LayerExperts | None = None,
+        kernels: str = "auto",
     ) -> None:
         super().__init__(config)
         architecture = config.architecture
@@ -87,7 +93,12 @@ class K3Model(K3PreTrainedModel):
         self.kernels = kernels
         self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
-            K3DecoderLayer(architecture, layer, experts, kernels)
+            K3DecoderLayer(
+                architecture,
+                layer,
+                experts.get(layer) if isinstance(experts, Mapping) else experts,
+                kernels,
+            )
             for layer in range(architecture.num_hidden_layers)
         )
         self.output_attn_res_norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
@@ -157,6 +168,23 @@ class K3Model(K3PreTrainedModel):
             document_ids=_restored(documents.new_ids_BT, front),
         )
 
+    @torch.no_grad()
+    def decode(self, input_ids_B: Tensor, rows: RowCache) -> tuple[Tensor, dict[int, Routing]]:
+        """One new token of every row, each at its own position.
+
+        Args:
+            input_ids_B: the token that follows each row, in the order of the slots.
+            rows: updated in place.
+
+        Returns:
+            ``[B, D]`` after the final norm, and the routing by layer (of one token a row).
+        """
+        rows.begin_step()
+        embedded = self.embed_tokens(input_ids_B[:, None])
+        hidden, routing = self._decode(embedded, Documents(None, 1), rows, {}, None)
+        rows.end_step()
+        return hidden[:, 0], routing
+
     def _cache(self, cache: K3Cache | None, use_cache: bool | None) -> K3Cache | None:
         """The cache to read and update: the given one, a new one, or none."""
         if use_cache is None:
@@ -200,7 +228,7 @@ class K3Model(K3PreTrainedModel):
         self,
         hidden_BTD: Tensor,
         documents: Documents,
-        cache: K3Cache | None,
+        cache: K3Cache | RowCache | None,
         expert_ids: dict[int, Tensor],
         front: FrontPadding | None,
     ) -> tuple[Tensor, dict[int, Routing]]:
@@ -208,7 +236,9 @@ class K3Model(K3PreTrainedModel):
         if front is not None:
             hidden_BTD = front.front(hidden_BTD)
             expert_ids = {layer: front.front(ids) for layer, ids in expert_ids.items()}
-        caches = [None] * len(self.layers) if cache is None else cache.layers
+        caches: Sequence[LayerCache | None] = [None] * len(self.layers)
+        if cache is not None:
+            caches = cache.layers
         sources, routing = run_layers(self.layers, hidden_BTD, documents, caches, expert_ids)
         mixed = mix_residuals(
             sources, self.output_attn_res_norm, self.output_attn_res_proj, self.kernels

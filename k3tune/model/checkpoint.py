@@ -5,11 +5,10 @@ model plus one tensor, and a process that holds some experts reads only those ex
 """
 
 import logging
-import operator
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from k3tune.errors import CheckpointError, ConfigError, K3TuneError
 from k3tune.files import shown
 from k3tune.model.configuration import K3Config
 from k3tune.model.load_report import LoadReport
+from k3tune.model.local_experts import Experts, LayerExperts, layer_experts
 from k3tune.model.modeling import K3ForCausalLM
 from k3tune.published.hub import resolve_checkpoint
 from k3tune.published.safetensors_files import ShardReader, StoredTensor
@@ -35,10 +35,17 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 # F32 and U8 tensors keep their dtype whatever the user asks for.
 _CONVERTED = "BF16"
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(w[123])\.weight_(packed|scale)")
+_EXPERT = re.compile(r"(.*layers\.(\d+)\..+\.experts)\.(\d+)\.(w[123])\.weight_(packed|scale)")
 # 2^(255 - 127) is E8M0's not-a-number.
 _SCALE_NAN = 255
 _STAGING_BYTES = 8 << 20
+
+
+class Piece(NamedTuple):
+    """What a process keeps of a parameter: its elements from ``start`` on, flat, to be filled."""
+
+    start: int
+    values: Tensor
 
 
 def load_base(
@@ -46,8 +53,9 @@ def load_base(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    experts: Iterable[int] | None = None,
+    experts: Experts | None = None,
     kernels: str = "auto",
+    take: Callable[[K3ForCausalLM], Mapping[str, Piece | None]] | None = None,
 ) -> K3ForCausalLM:
     """Load a published K3 checkpoint, frozen and in eval mode.
 
@@ -56,9 +64,12 @@ def load_base(
         dtype: dtype of the trunk, bf16, fp32 or fp64, to which experts are decoded; tensors stored
             as F32 stay F32, expert bytes stay packed.
         device: where the model goes; None is torch's default device.
-        experts: global ids of the experts of every MoE layer to hold, in the order of their rows;
-            None is all.
+        experts: global ids of the experts of every MoE layer to hold, in the order of their rows,
+            or a mapping of layer to as many ids; None is all.
         kernels: backend of every op, a name of ``k3tune_kernels.dispatch.BACKENDS``.
+        take: called while all parameters are on the meta device, in their final dtypes. It removes
+            those the model is not to hold whole, and returns for each, by name, the part to read;
+            None reads nothing of it.
 
     Returns:
         The model; ``model.load_report`` is the :class:`LoadReport`.
@@ -73,9 +84,9 @@ def load_base(
     target = _usable_device(device)
     _check_kernels(kernels, dtype, target)
     survey = _sound_survey(resolve_checkpoint(path))
-    ids = expert_ids(experts, survey.architecture.num_experts)
+    ids = layer_experts(experts, survey.architecture)
     model = _build(survey, str(path), dtype, None if experts is None else ids, kernels)
-    model.load_report = _fill_parameters(model, survey, _Loader(dtype, target), ids, begin)
+    model.load_report = _fill_parameters(model, survey, _Loader(dtype, target), ids, begin, take)
     _move_buffers(model, target)
     return model.requires_grad_(False).eval()
 
@@ -86,7 +97,7 @@ def load_weights(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    experts: Iterable[int] | None = None,
+    experts: Experts | None = None,
     progress: bool | None = None,
 ) -> LoadReport:
     """Fill every parameter of a model built on the meta device from a checkpoint folder.
@@ -112,44 +123,8 @@ def load_weights(
     _check_dtype(dtype)
     loader = _Loader(dtype, _usable_device(device), progress)
     survey = _sound_survey(path)
-    ids = expert_ids(experts, survey.architecture.num_experts)
+    ids = layer_experts(experts, survey.architecture)
     return _fill_parameters(model, survey, loader, ids, begin)
-
-
-def expert_ids(experts: Iterable[int] | None, num_experts: int) -> tuple[int, ...]:
-    """Check a choice of experts; None is all.
-
-    Raises:
-        ConfigError: if it is empty, names an expert twice, or one the model does not have.
-    """
-    if experts is None:
-        return tuple(range(num_experts))
-    try:
-        chosen = tuple(experts)
-        ids = tuple(map(operator.index, chosen))
-    except TypeError as error:
-        raise ConfigError(
-            f"experts is {shown(experts)}, expected a sequence of expert ids: pass ints, or None "
-            "for all"
-        ) from error
-    if not ids:
-        raise ConfigError("experts is empty, expected at least one expert id (None means all)")
-    # a mask would pass as experts 0 and 1
-    masks = [e for e in chosen if isinstance(e, bool) or getattr(e, "dtype", None) == torch.bool]
-    if masks:
-        raise ConfigError(
-            f"experts holds {masks[0]!r}, expected expert ids: name them, a mask is not taken"
-        )
-    outside = [expert for expert in ids if not 0 <= expert < num_experts]
-    if outside:
-        raise ConfigError(
-            f"experts names {outside[0]}, expected ids from 0 to {num_experts - 1}: the checkpoint "
-            f"has {num_experts} experts a layer"
-        )
-    if len(set(ids)) != len(ids):
-        twice = next(expert for place, expert in enumerate(ids) if expert in ids[:place])
-        raise ConfigError(f"experts names {twice} twice, expected each id once: leave one out")
-    return ids
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -209,7 +184,7 @@ def _sound_survey(path: str | Path) -> Survey:
 
 
 def _build(
-    survey: Survey, name: str, dtype: torch.dtype, experts: tuple[int, ...] | None, kernels: str
+    survey: Survey, name: str, dtype: torch.dtype, experts: LayerExperts | None, kernels: str
 ) -> K3ForCausalLM:
     """The model on the meta device."""
     try:
@@ -235,27 +210,60 @@ def model_config(published: Mapping[str, Any]) -> K3Config:
 
 
 def _fill_parameters(
-    model: nn.Module, survey: Survey, loader: "_Loader", ids: tuple[int, ...], begin: float
+    model: Any,
+    survey: Survey,
+    loader: "_Loader",
+    ids: LayerExperts,
+    begin: float,
+    take: Callable[[Any], Mapping[str, Piece | None]] | None = None,
 ) -> LoadReport:
     plan = _plan(survey, ids)
-    _compare_model(model, plan, len(ids))
-    loader.run(plan, len(ids))
+    skipped = len(survey.expected) - len(plan)
+    rows = max(map(len, ids.values()), default=0)
+    _compare_model(model, plan, rows)
+    if take is not None:
+        _settle_dtypes(model, {step.parameter: loader.dtype_of(step) for step in plan})
+        pieces = take(model)
+        plan = [
+            step._replace(piece=pieces.get(step.parameter))
+            for step in plan
+            if step.parameter not in pieces or pieces[step.parameter] is not None
+        ]
+    loader.run(plan, rows)
     for name, tensor in loader.filled.items():
         parent, _, leaf = name.rpartition(".")
         module = model.get_submodule(parent)
         trained = module.get_parameter(leaf).requires_grad
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=trained))
-    return _report(survey, plan, loader.bytes_read, ids, time.perf_counter() - begin)
+    return _report(survey, plan, loader.bytes_read, ids, skipped, time.perf_counter() - begin)
+
+
+def _settle_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give the parameters of a model on the meta device the dtypes they will be filled in."""
+    for name, dtype in dtypes.items():
+        parent, _, leaf = name.rpartition(".")
+        parameter = model.get_parameter(name)
+        settled = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+        setattr(model.get_submodule(parent), leaf, settled)
 
 
 class _Step(NamedTuple):
-    """One tensor to read: ``row`` of a stacked ``parameter``, or all of it when None."""
+    """One tensor to read: ``row`` of a stacked ``parameter``, ``piece`` of it, or all of it."""
 
     name: str
     stored: StoredTensor
     spec: TensorSpec
     parameter: str
     row: int | None
+    piece: Piece | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to read."""
+        # a padded tensor is read whole: its end is checked
+        if self.piece is None or self.spec.least_length is not None:
+            return self.stored.size_bytes
+        return len(self.piece.values) * _DTYPES[self.spec.dtype].itemsize
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The parameter's shape with ``rows`` local experts."""
@@ -264,15 +272,15 @@ class _Step(NamedTuple):
         return self.spec.shape if self.row is None else (rows, *self.spec.shape)
 
 
-def _plan(survey: Survey, ids: tuple[int, ...]) -> list[_Step]:
+def _plan(survey: Survey, ids: LayerExperts) -> list[_Step]:
     """The tensors to read, in the order they lie in the files."""
-    rows = {expert: row for row, expert in enumerate(ids)}
+    rows = {(layer, e): row for layer, held in ids.items() for row, e in enumerate(held)}
     steps = []
     for name, spec in survey.expected.items():
         parameter, row = name.removeprefix(TEXT_PREFIX), None
         if match := _EXPERT.fullmatch(parameter):
-            stack, expert, projection, part = match.groups()
-            row = rows.get(int(expert))
+            stack, layer, expert, projection, part = match.groups()
+            row = rows.get((int(layer), int(expert)))
             if row is None:
                 continue
             parameter = f"{stack}.{projection}.{part}"
@@ -305,7 +313,7 @@ class _Loader:
         self._staging: Tensor | None = None
 
     def run(self, plan: list[_Step], rows: int) -> None:
-        total = sum(step.stored.size_bytes for step in plan)
+        total = sum(step.size_bytes for step in plan)
         hidden = not self.progress
         with tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=hidden) as bar:
             done = 0
@@ -315,41 +323,51 @@ class _Loader:
                         self._fill(shard, step, rows)
                         done += 1
                         bar.set_postfix_str(f"{done}/{len(plan)} tensors", refresh=False)
-                        bar.update(step.stored.size_bytes)
+                        bar.update(step.size_bytes)
+
+    def dtype_of(self, step: _Step) -> torch.dtype:
+        """Dtype of the parameter a step fills."""
+        return self.dtype if step.spec.dtype == _CONVERTED else _DTYPES[step.spec.dtype]
 
     def _fill(self, shard: ShardReader, step: _Step, rows: int) -> None:
-        tensor = self.filled.get(step.parameter)
+        target, start = self._target(step, rows)
         stored = _DTYPES[step.spec.dtype]
-        if tensor is None:
-            dtype = self.dtype if step.spec.dtype == _CONVERTED else stored
-            tensor = torch.empty(step.shape(rows), dtype=dtype, device=self.device)
-            self.filled[step.parameter] = tensor
-        target = tensor if step.row is None else tensor[step.row]
         if step.spec.least_length is not None:
-            self._fill_padded(shard, step, target)
+            self._fill_padded(shard, step, target, start)
         elif target.device.type == "cpu" and target.dtype == stored:
-            self._read(shard, step, target.view(-1).view(torch.uint8), 0)
+            self._read(shard, step, target.view(torch.uint8), start * stored.itemsize)
         else:
-            self._fill_staged(shard, step, target.view(-1), stored)
+            self._fill_staged(shard, step, target, start)
 
-    def _fill_staged(
-        self, shard: ShardReader, step: _Step, target: Tensor, stored: torch.dtype
-    ) -> None:
+    def _target(self, step: _Step, rows: int) -> tuple[Tensor, int]:
+        """Where a step's values go, flat, and which of the tensor's elements is the first."""
+        if step.piece is not None:
+            return step.piece.values, step.piece.start
+        tensor = self.filled.get(step.parameter)
+        if tensor is None:
+            tensor = torch.empty(step.shape(rows), dtype=self.dtype_of(step), device=self.device)
+            self.filled[step.parameter] = tensor
+        return (tensor if step.row is None else tensor[step.row]).view(-1), 0
+
+    def _fill_staged(self, shard: ShardReader, step: _Step, target: Tensor, start: int) -> None:
         """Through a small CPU buffer, for another dtype or device."""
         if self._staging is None:
             self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu")
-        for start in range(0, step.stored.size_bytes, _STAGING_BYTES):
-            part = self._staging[: min(_STAGING_BYTES, step.stored.size_bytes - start)]
-            self._read(shard, step, part, start)
-            values = part.view(stored)
-            first = start // stored.itemsize
-            target[first : first + len(values)].copy_(values)
+        stored = _DTYPES[step.spec.dtype]
+        # the buffer holds whole elements
+        count = _STAGING_BYTES // stored.itemsize
+        for values in target.split(count):
+            part = self._staging[: len(values) * stored.itemsize]
+            self._read(shard, step, part, start * stored.itemsize)
+            values.copy_(part.view(stored))
+            start += len(values)
 
-    def _fill_padded(self, shard: ShardReader, step: _Step, target: Tensor) -> None:
+    def _fill_padded(self, shard: ShardReader, step: _Step, target: Tensor, start: int) -> None:
         """``A_log``: one value a head, then nothing but zeros."""
         values = torch.empty(step.stored.shape, dtype=torch.float32, device="cpu")
         self._read(shard, step, values.view(torch.uint8), 0)
-        heads = len(target)
+        heads = step.spec.least_length
+        assert heads is not None, f"{step.name=}"
         if (nonzero := values[heads:].nonzero()).numel():
             place = heads + int(nonzero[0])
             raise CheckpointError(
@@ -357,7 +375,7 @@ class _Loader:
                 f"zeros only, found {values[place].item()} at position {place} of {len(values)}: "
                 "take config.json, with its num_heads, and weights from one checkpoint"
             )
-        target.copy_(values[:heads])
+        target.copy_(values[start : start + len(target)])
 
     def _read(self, shard: ShardReader, step: _Step, buffer: Tensor, start: int) -> None:
         """Fill ``buffer``, flat uint8 on the CPU, from byte ``start`` of the tensor on."""
@@ -374,7 +392,12 @@ class _Loader:
 
 
 def _report(
-    survey: Survey, plan: list[_Step], bytes_read: int, ids: tuple[int, ...], seconds: float
+    survey: Survey,
+    plan: list[_Step],
+    bytes_read: int,
+    ids: LayerExperts,
+    experts_skipped: int,
+    seconds: float,
 ) -> LoadReport:
     names = survey.stored.keys() | (survey.listed or {}).keys()
     vision = [name for name in names if is_vision(name)]
@@ -382,8 +405,9 @@ def _report(
     report = LoadReport(
         tensors=len(plan),
         bytes_read=bytes_read,
-        experts=ids,
-        expert_tensors_skipped=len(survey.expected) - len(plan),
+        experts=next(iter(ids.values())) if len(set(ids.values())) == 1 else ids,
+        expert_tensors_skipped=experts_skipped,
+        sharded_tensors_skipped=len(survey.expected) - len(plan) - experts_skipped,
         vision_tensors_skipped=len(vision),
         vision_bytes_skipped=sum(stored),
         seconds=seconds,
@@ -391,7 +415,8 @@ def _report(
     )
     logger.info(
         "%s: read %d tensors, %d bytes in %.1f s; skipped %d image-tower tensors (%d bytes), "
-        "%d tensors of experts held elsewhere and %d files that are no part of the checkpoint",
+        "%d tensors of experts and %d of shards held elsewhere and %d files that are no part of "
+        "the checkpoint",
         survey.folder,
         report.tensors,
         report.bytes_read,
@@ -399,6 +424,7 @@ def _report(
         report.vision_tensors_skipped,
         report.vision_bytes_skipped,
         report.expert_tensors_skipped,
+        report.sharded_tensors_skipped,
         len(report.ignored_files),
     )
     return report

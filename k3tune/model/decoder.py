@@ -14,7 +14,10 @@ from k3tune.model.kda import KimiDeltaAttention
 from k3tune.model.latent_moe import LatentMoE, Routing
 from k3tune.model.layers import ResidualQuery, RMSNorm, SituMLP, mix_residuals
 from k3tune.model.mla import GatedMLA
+from k3tune.model.rows import KDARows, MLARows
 from k3tune.published.architecture import Architecture
+
+LayerCache = KDACacheLayer | MLACacheLayer | KDARows | MLARows
 
 
 class K3DecoderLayer(GradientCheckpointingLayer):
@@ -38,8 +41,10 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         self.self_attention_res_norm = RMSNorm(size, eps)
         self.self_attention_res_proj = ResidualQuery(size)
         self.input_layernorm = RMSNorm(size, eps)
-        attention = GatedMLA if architecture.is_mla(layer) else KimiDeltaAttention
-        self.self_attn = attention(architecture)
+        if architecture.is_mla(layer):
+            self.self_attn: nn.Module = GatedMLA(architecture)
+        else:
+            self.self_attn = KimiDeltaAttention(architecture, kernels)
         self.mlp_res_norm = RMSNorm(size, eps)
         self.mlp_res_proj = ResidualQuery(size)
         self.post_attention_layernorm = RMSNorm(size, eps)
@@ -55,7 +60,7 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         running_BTD: Tensor,
         *bank: Tensor,
         documents: Documents,
-        cache: KDACacheLayer | MLACacheLayer | None = None,
+        cache: LayerCache | None = None,
         expert_ids_BTA: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """Run the layer.
@@ -103,7 +108,7 @@ def run_layers(
     layers: nn.ModuleList,
     embedded_BTD: Tensor,
     documents: Documents,
-    caches: Sequence[KDACacheLayer | MLACacheLayer | None],
+    caches: Sequence[LayerCache | None],
     expert_ids: dict[int, Tensor],
 ) -> tuple[tuple[Tensor, ...], dict[int, Routing]]:
     """Run all layers and keep the bank.

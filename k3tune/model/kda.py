@@ -12,7 +12,9 @@ from k3tune.model.documents import PADDING, Documents
 from k3tune.model.kda_fla import fla_accepts, kda_fla
 from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
 from k3tune.model.layers import KeepsDtype, ShortConvolution, widen, without_autocast
+from k3tune.model.rows import KDARows
 from k3tune.published.architecture import Architecture
+from k3tune_kernels.kda_step import KdaConstants, KdaInputs, kda_step
 
 # The released model normalises queries and keys by sqrt(sum(x^2) + 1e-6).
 _L2_EPS = 1e-6
@@ -40,8 +42,9 @@ class KimiDeltaAttention(KeepsDtype):
 
     kept_parameters = ("A_log", "dt_bias")
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, kernels: str) -> None:
         super().__init__()
+        self.kernels = kernels
         hidden_size, width = architecture.hidden_size, architecture.kda_dim
         self.num_heads, self.head_dim = architecture.kda_num_heads, architecture.kda_head_dim
         self.gate_lower_bound = architecture.kda_gate_lower_bound
@@ -61,9 +64,11 @@ class KimiDeltaAttention(KeepsDtype):
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(
-        self, x_BTD: Tensor, documents: Documents, cache: KDACacheLayer | None = None
+        self, x_BTD: Tensor, documents: Documents, cache: KDACacheLayer | KDARows | None = None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; reads and updates ``cache`` when there is one."""
+        if isinstance(cache, KDARows):
+            return self.o_proj(self._step(x_BTD, cache))
         q, k, v = self._convolved(x_BTD, documents, cache)
         log_decay, beta = self._gates(x_BTD)
         with without_autocast(x_BTD):
@@ -91,6 +96,37 @@ class KimiDeltaAttention(KeepsDtype):
             cache.keep_conv_inputs(inputs, pasts)
         q, k, v = (self._heads(x) for x in outputs)
         return q, k, v
+
+    def _step(self, x_B1D: Tensor, rows: KDARows) -> Tensor:
+        """One token of every row through convolutions, rule and gated norm; ``[B, 1, H * K]``."""
+        x_BD = x_B1D[:, 0]
+        if rows.derived is None:
+            rows.derived = self._step_constants()
+        inputs = KdaInputs(
+            self.q_proj(x_BD),
+            self.k_proj(x_BD),
+            self.v_proj(x_BD),
+            self.f_b_proj(self.f_a_proj(x_BD)),
+            self.b_proj(x_BD),
+            self.g_proj(x_BD),
+        )
+        # there is no Triton kernel to insist on
+        backend = "reference" if self.kernels == "reference" else "auto"
+        gated = kda_step(inputs, rows.derived, rows.inputs_BPC, rows.state_BHKV, backend=backend)
+        return gated[:, None]
+
+    def _step_constants(self) -> KdaConstants:
+        """Copies: where the trunk is sharded the weights themselves are gone between two steps."""
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        return KdaConstants(
+            torch.cat([conv.weight[:, 0] for conv in convolutions]).T.contiguous(),
+            self.A_log.exp(),
+            self.dt_bias.clone(),
+            self.o_norm.weight.clone(),
+            self.gate_lower_bound,
+            self.o_norm.eps,
+            _L2_EPS,
+        )
 
     def _gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Log-decay ``[B, T, H, K]`` in ``(gate_lower_bound, 0)`` and beta ``[B, T, H]``, fp32.

@@ -87,9 +87,15 @@ class PackedProjection(KeepsDtype):
 
 
 class RoutedExperts(nn.Module):
-    """All local experts of a layer under their published names: w1 gate, w3 up, w2 down."""
+    """All local experts of a layer under their published names: w1 gate, w3 up, w2 down.
+
+    Attributes:
+        activation_rounding: what their inputs are rounded to (see ``moe_lora``), to mirror an
+            engine that computes so.
+    """
 
     local_experts: Tensor | None
+    activation_rounding: str = "none"
 
     def __init__(
         self, architecture: Architecture, local_experts: Sequence[int] | None, kernels: str
@@ -121,6 +127,7 @@ class RoutedExperts(nn.Module):
             None if factors == MoELora() else factors,
             situ=self.situ,
             local_experts=self.local_experts,
+            activation_rounding=self.activation_rounding,
             backend=self.kernels,
         )
 

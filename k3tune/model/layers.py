@@ -4,6 +4,7 @@ Shape letters: ``B`` batch, ``T`` tokens, ``D`` model width, ``...`` any leading
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,15 +15,19 @@ from k3tune.published.architecture import Architecture
 from k3tune_kernels.attention_residual import attention_residual
 from k3tune_kernels.situ_glu import situ_glu
 
+_NOTHING = nullcontext()
+
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in at least fp32: the dtype of K3's F32 islands. fp64 stays fp64 (gradient checks)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     """A context in which matmuls keep their operands' dtype on ``x``'s device."""
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    # entered many times a token: where there is nothing to switch off it costs nothing
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 class KeepsDtype(nn.Module):

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from k3tune.model.cache import MLACacheLayer
 from k3tune.model.documents import Documents
-from k3tune.model.layers import RMSNorm
+from k3tune.model.layers import RMSNorm, widen, without_autocast
+from k3tune.model.rows import MLARows
 from k3tune.published.architecture import Architecture
 
 # Queries attended at once: bounds the mask and, where no fused kernel applies, the scores.
@@ -44,7 +45,7 @@ class GatedMLA(nn.Module):
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden_size, bias=False)
 
     def forward(
-        self, x_BTD: Tensor, documents: Documents, cache: MLACacheLayer | None = None
+        self, x_BTD: Tensor, documents: Documents, cache: MLACacheLayer | MLARows | None = None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; reads and extends ``cache`` when there is one."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
@@ -53,12 +54,45 @@ class GatedMLA(nn.Module):
             [self.kv_lora_rank, self.rope_dim], dim=-1
         )
         compressed = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
-        if cache is not None:
-            compressed = cache.extend(compressed)
-        k_BHSK, v_BHSV = self._expand(compressed)
-        attended = _attend(q_BHTK, k_BHSK, v_BHSV, documents)
+        if isinstance(cache, MLARows):
+            attended = self._attend_latents(q_BHTK, compressed, cache)
+        else:
+            if cache is not None:
+                compressed = cache.extend(compressed)
+            k_BHSK, v_BHSV = self._expand(compressed)
+            attended = _attend(q_BHTK, k_BHSK, v_BHSV, documents)
         gated = attended.transpose(1, 2).flatten(2) * self.g_proj(x_BTD).sigmoid()
         return self.o_proj(gated)
+
+    def _attend_latents(self, q_BH1K: Tensor, compressed_B1L: Tensor, rows: MLARows) -> Tensor:
+        """Attention of one new token a row over the compressed tokens, which stay compressed.
+
+        ``q . (W_k c) = (W_k^T q) . c``, and the sum of ``W_v c`` is ``W_v`` of the sum: what a
+        cached token costs does not depend on the heads' widths. In fp32; ``[B, H, 1, V]``.
+        """
+        with without_autocast(q_BH1K):
+            if rows.derived is None:
+                rows.derived = self._absorbed_weights(compressed_B1L)
+            key_HKL, value_HLV = rows.derived
+            compressed_BSL, visible_B1S = rows.extend(compressed_B1L[:, 0])
+            wide = widen(compressed_BSL)
+            nope, shared = widen(q_BH1K[:, :, 0]).split([self.nope_dim, self.rope_dim], dim=-1)
+            latent_q = (nope.transpose(0, 1) @ key_HKL).transpose(0, 1)
+            q_BHL = torch.cat([latent_q, shared], dim=-1) * (self.nope_dim + self.rope_dim) ** -0.5
+            scores = (q_BHL @ wide.transpose(1, 2)).masked_fill_(~visible_B1S, -torch.inf)
+            summed_BHL = scores.softmax(-1) @ wide[..., : self.kv_lora_rank]
+            attended = (summed_BHL.transpose(0, 1) @ value_HLV).transpose(0, 1)
+        return attended[:, :, None].to(q_BH1K.dtype)
+
+    def _absorbed_weights(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """``W_k`` ``[H, K, L]`` and ``W_v`` ``[H, L, V]`` of ``kv_b_proj``, in fp32.
+
+        Asked of the module itself, which an adapter may wrap.
+        """
+        unit = torch.eye(self.kv_lora_rank, dtype=like.dtype, device=like.device)
+        expanded_LHX = widen(self.kv_b_proj(unit)).unflatten(-1, (self.num_heads, -1))
+        k, v = expanded_LHX.split([self.nope_dim, self.v_head_dim], dim=-1)
+        return k.permute(1, 2, 0).contiguous(), v.permute(1, 0, 2).contiguous()
 
     def _expand(self, compressed_BSL: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads; the un-normalised part is shared by the heads."""

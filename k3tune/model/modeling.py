@@ -20,6 +20,7 @@ from k3tune.model.configuration import K3Config
 from k3tune.model.inputs import Replay, refuse
 from k3tune.model.latent_moe import Routing
 from k3tune.model.load_report import LoadReport
+from k3tune.model.local_experts import LayerExperts
 from k3tune_kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -49,8 +50,8 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
 
     Args:
         config: the published config.
-        experts: global ids of the routed experts this process holds, in row order; None for all.
-            Tokens routed to others get nothing from them here.
+        experts: global ids of the routed experts this process holds, in row order, or these by
+            layer; None for all. Tokens routed to others get nothing from them here.
         kernels: backend of every op (see ``k3tune_kernels.dispatch.BACKENDS``).
 
     Attributes:
@@ -62,7 +63,11 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True
 
     def __init__(
-        self, config: K3Config, *, experts: Sequence[int] | None = None, kernels: str = "auto"
+        self,
+        config: K3Config,
+        *,
+        experts: Sequence[int] | LayerExperts | None = None,
+        kernels: str = "auto",
     ) -> None:
         if not isinstance(config, K3Config):
             raise ConfigError(

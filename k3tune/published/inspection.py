@@ -14,7 +14,13 @@ from k3tune.published.architecture import Architecture
 from k3tune.published.hub import resolve_checkpoint
 from k3tune.published.safetensors_files import tensor_bytes
 from k3tune.published.survey import Survey, survey_checkpoint
-from k3tune.published.tensor_table import GROUPS, is_vision, parameter_count, vision_tensors
+from k3tune.published.tensor_table import (
+    GROUPS,
+    active_parameters,
+    is_vision,
+    parameter_count,
+    vision_tensors,
+)
 
 _VISION = "vision"
 # Names that are neither K3's nor the image tower's; only a checkpoint with problems has any.
@@ -195,17 +201,19 @@ def _dtype_table(inspection: Inspection) -> Iterator[str]:
 def _active(inspection: Inspection) -> Iterator[str]:
     a = inspection.architecture
     text = inspection.total(text=True).parameters
-    routed = inspection.groups["routed_experts"].parameters
+    counts = {name: tally.parameters for name, tally in inspection.groups.items()}
+    counts.pop(_VISION)
+    routed = counts["routed_experts"]
     active_routed = routed * a.num_experts_per_token // a.num_experts
-    active = text - routed + active_routed
-    embedding = a.vocab_size * a.hidden_size
+    without_embedding = active_parameters(a, counts)
+    active = without_embedding + a.vocab_size * a.hidden_size
     yield (
         f"a token uses {a.num_experts_per_token} of {a.num_experts} routed experts and "
         f"{a.num_shared_experts} shared in each of {len(a.moe_layers)} MoE layers"
     )
     yield f"  routed parameters  {active_routed:,} of {routed:,}"
     yield f"  text parameters    {active:,} of {text:,} ({active / text:.1%})" if text else ""
-    yield f"  without the embedding table, which is looked up: {active - embedding:,}"
+    yield f"  without the embedding table, which is looked up: {without_embedding:,}"
 
 
 def _verdict(inspection: Inspection) -> Iterator[str]:

@@ -64,6 +64,19 @@ def parameter_count(name: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * (2 if name.endswith("weight_packed") else 1)
 
 
+def active_parameters(architecture: Architecture, counts: Mapping[str, int]) -> int:
+    """Parameters a token is multiplied with: the embedding table is looked up, most experts idle.
+
+    Args:
+        architecture: of the base.
+        counts: parameters of the text model by group of :data:`GROUPS`.
+    """
+    a = architecture
+    routed = counts["routed_experts"]
+    idle = routed - routed * a.num_experts_per_token // a.num_experts
+    return sum(counts.values()) - idle - a.vocab_size * a.hidden_size
+
+
 def text_tensors(architecture: Architecture) -> dict[str, TensorSpec]:
     """Return every text tensor of a checkpoint with this architecture, by published name."""
     a = architecture
