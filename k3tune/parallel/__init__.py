@@ -1,0 +1,1 @@
+"""The base spread over processes: experts, trunk. Single-device model code knows nothing of it."""
