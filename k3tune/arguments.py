@@ -4,12 +4,20 @@ TRL's parser converts flags and YAML strings by the field's type, but takes othe
 choices as they come: every field is therefore checked here, with the value that was seen.
 """
 
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from k3tune.errors import ConfigError
+from k3tune.option_checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_list,
+    check_number,
+    check_optional,
+    check_text,
+    read_mapping,
+)
 
 DTYPES = ("bfloat16", "float32")
 KERNELS = ("auto", "triton", "cpu", "reference")
@@ -17,6 +25,19 @@ FORMS = ("per_expert", "shared_outer")
 INITS = ("kaiming", "gaussian")
 BAD_SAMPLES = ("skip", "error")
 EFFORTS = ("none", "low", "high", "max")
+ENGINES = ("local", "k3tune", "vllm", "sglang")
+ACTIVATIONS = ("none", "bf16", "mxfp8")
+ROUTINGS = ("ignore", "compare", "replay")
+IMPORTANCE_MODES = (
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+)
+ON_STALE = ("error", "correct")
+ON_UNCHANGED = ("error", "count")
+ON_BAD_REWARD = ("error", "skip")
 
 
 @dataclass
@@ -43,10 +64,10 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        _text("base", self.base)
-        _optional(_text, "tokenizer", self.tokenizer)
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("kernels", self.kernels, KERNELS)
+        check_text("base", self.base)
+        check_optional(check_text, "tokenizer", self.tokenizer)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kernels", self.kernels, KERNELS)
 
     @property
     def tokenizer_path(self) -> str:
@@ -109,24 +130,24 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        _list("lora_targets", self.lora_targets, str)
-        _integer("lora_rank", self.lora_rank, least=1)
-        _number("lora_alpha", self.lora_alpha, above=0)
-        _choice("lora_form", self.lora_form, FORMS)
-        self.lora_rank_pattern = _mapping("lora_rank_pattern", self.lora_rank_pattern)
-        self.lora_alpha_pattern = _mapping("lora_alpha_pattern", self.lora_alpha_pattern)
+        check_list("lora_targets", self.lora_targets, str)
+        check_integer("lora_rank", self.lora_rank, least=1)
+        check_number("lora_alpha", self.lora_alpha, above=0)
+        check_choice("lora_form", self.lora_form, FORMS)
+        self.lora_rank_pattern = read_mapping("lora_rank_pattern", self.lora_rank_pattern)
+        self.lora_alpha_pattern = read_mapping("lora_alpha_pattern", self.lora_alpha_pattern)
         for key, rank in (self.lora_rank_pattern or {}).items():
-            _integer(f"lora_rank_pattern[{key!r}]", rank, least=1)
+            check_integer(f"lora_rank_pattern[{key!r}]", rank, least=1)
         for key, alpha in (self.lora_alpha_pattern or {}).items():
-            _number(f"lora_alpha_pattern[{key!r}]", alpha, above=0)
+            check_number(f"lora_alpha_pattern[{key!r}]", alpha, above=0)
         if self.lora_layers is not None:
-            _list("lora_layers", self.lora_layers, int)
+            check_list("lora_layers", self.lora_layers, int)
             for layer in self.lora_layers:
-                _integer("lora_layers", layer, least=0)
-        _flag("lora_rslora", self.lora_rslora)
-        _number("lora_dropout", self.lora_dropout, least=0, below=1)
-        _choice("lora_init", self.lora_init, INITS)
-        _optional(_text, "adapter", self.adapter)
+                check_integer("lora_layers", layer, least=0)
+        check_flag("lora_rslora", self.lora_rslora)
+        check_number("lora_dropout", self.lora_dropout, least=0, below=1)
+        check_choice("lora_init", self.lora_init, INITS)
+        check_optional(check_text, "adapter", self.adapter)
 
     def spec_fields(self, seed: int) -> dict[str, Any]:
         """The fields of a ``k3tune.lora.LoraSpec``.
@@ -150,24 +171,18 @@ class LoraArguments:
 
 
 @dataclass
-class DataArguments:
+class SampleArguments:
     """Where samples come from and how they are read; lengths and packing are TRL's options."""
 
     train_path: str = field(
         metadata={
             "help": "Training samples: a .jsonl, .json, .parquet or .csv file, a dataset folder or "
-            "a dataset's name, with messages, prompt and completion, or text."
+            "a dataset's name. SFT reads messages, prompt and completion, or text; RL prompt, "
+            "with every other column handed to the rewards."
         }
     )
     eval_path: str | None = field(
         default=None, metadata={"help": "Evaluation samples, in the same forms."}
-    )
-    eval_fraction: float = field(
-        default=0.0,
-        metadata={
-            "help": "Fraction of the training samples held out for evaluation instead, from 0 to "
-            "below 1; which ones depends on the seed alone."
-        },
     )
     on_bad_sample: str = field(
         default="skip",
@@ -186,29 +201,287 @@ class DataArguments:
             "out."
         },
     )
+
+    def __post_init__(self) -> None:
+        check_text("train_path", self.train_path)
+        check_optional(check_text, "eval_path", self.eval_path)
+        check_choice("on_bad_sample", self.on_bad_sample, BAD_SAMPLES)
+        check_flag("thinking", self.thinking)
+        check_choice("thinking_effort", self.thinking_effort, EFFORTS)
+
+
+@dataclass
+class DataArguments(SampleArguments):
+    """Data of SFT."""
+
+    eval_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "Fraction of the training samples held out for evaluation instead, from 0 to "
+            "below 1; which ones depends on the seed alone."
+        },
+    )
     train_opening_tag: bool = field(
         default=True,
         metadata={"help": "Whether the tag that opens the first channel of an answer bears loss."},
     )
 
     def __post_init__(self) -> None:
-        _text("train_path", self.train_path)
-        _optional(_text, "eval_path", self.eval_path)
-        _number("eval_fraction", self.eval_fraction, least=0, below=1)
+        super().__post_init__()
+        check_number("eval_fraction", self.eval_fraction, least=0, below=1)
         if self.eval_path is not None and self.eval_fraction:
             raise ConfigError(
                 f"eval_path is {self.eval_path!r} and eval_fraction is {self.eval_fraction:g}, "
                 "expected one of them: leave the other out"
             )
-        _choice("on_bad_sample", self.on_bad_sample, BAD_SAMPLES)
-        _flag("thinking", self.thinking)
-        _choice("thinking_effort", self.thinking_effort, EFFORTS)
-        _flag("train_opening_tag", self.train_opening_tag)
+        check_flag("train_opening_tag", self.train_opening_tag)
 
     @property
     def has_evaluation(self) -> bool:
         """Whether anything is held out or given for evaluation."""
         return self.eval_path is not None or self.eval_fraction > 0
+
+
+@dataclass
+class PromptArguments(SampleArguments):
+    """Data of RL."""
+
+    max_prompt_length: int = field(
+        default=4096,
+        metadata={"help": "Longest prompt, in tokens; a longer one is a bad sample, none is cut."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("max_prompt_length", self.max_prompt_length, least=1)
+
+
+@dataclass
+class RolloutArguments:
+    """Who samples, under which numerics, and what becomes of the difference to the trainer."""
+
+    engine: str = field(
+        default="local",
+        metadata={
+            "help": "What samples: local (in this process, from the same packed weights), or the "
+            "servers of engine_urls: k3tune (k3tune serve), vllm or sglang."
+        },
+    )
+    engine_urls: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Addresses of the servers. Adapters go by path: they must see output_dir under "
+            "the name it has here."
+        },
+    )
+    rollout_batch_size: int = field(
+        default=64, metadata={"help": "Completions sampled together; higher = more memory."}
+    )
+    activations: str = field(
+        default="none",
+        metadata={
+            "help": "Rounding of the experts' inputs while sampling, as real engines do it: none, "
+            "bf16 or mxfp8."
+        },
+    )
+    train_activations: str = field(
+        default="none",
+        metadata={
+            "help": "The same in training, straight-through in the backward: set it to what the "
+            "engine does, and the mismatch falls to that of equal numerics."
+        },
+    )
+    rollout_adapter_dtype: str = field(
+        default="float32",
+        metadata={"help": "Dtype of the factors while sampling: float32, or bfloat16 as servers."},
+    )
+    routing: str = field(
+        default="ignore",
+        metadata={
+            "help": "The rollout's experts: ignore, compare (log how often the trainer's differ) "
+            "or replay (train with them, and log both)."
+        },
+    )
+    importance_sampling: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "Weight of train over rollout probability: token_truncate (cut at the cap), "
+            "token_mask (0 outside of 1 / cap to cap), sequence_truncate, sequence_mask (the same "
+            "with the geometric mean over the completion), or none."
+        },
+    )
+    importance_cap: float = field(
+        default=3.0, metadata={"help": "Largest such weight, above 1; see importance_sampling."}
+    )
+    on_stale_version: str = field(
+        default="error",
+        metadata={
+            "help": "A sample of another adapter version than the trainer's: error, or correct "
+            "(counted, and weighed by importance_sampling)."
+        },
+    )
+    on_unchanged_push: str = field(
+        default="error",
+        metadata={
+            "help": "A pushed adapter in which nothing changed though the step had a gradient: "
+            "error, or count."
+        },
+    )
+    keep_rollouts: int = field(
+        default=2,
+        metadata={"help": "Newest steps whose samples stay in output_dir/rollouts, at least 1."},
+    )
+
+    def __post_init__(self) -> None:
+        check_choice("engine", self.engine, ENGINES)
+        if (self.engine == "local") != (self.engine_urls is None):
+            raise ConfigError(
+                f"engine is {self.engine!r} and engine_urls is {self.engine_urls!r}, expected "
+                "addresses of servers, and none for the local one"
+            )
+        if self.engine_urls is not None:
+            check_list("engine_urls", self.engine_urls, str)
+        check_integer("rollout_batch_size", self.rollout_batch_size, least=1)
+        check_choice("activations", self.activations, ACTIVATIONS)
+        check_choice("train_activations", self.train_activations, ACTIVATIONS)
+        check_choice("rollout_adapter_dtype", self.rollout_adapter_dtype, DTYPES)
+        check_choice("routing", self.routing, ROUTINGS)
+        check_choice("importance_sampling", self.importance_sampling, IMPORTANCE_MODES)
+        check_number("importance_cap", self.importance_cap, above=1)
+        check_choice("on_stale_version", self.on_stale_version, ON_STALE)
+        check_choice("on_unchanged_push", self.on_unchanged_push, ON_UNCHANGED)
+        check_integer("keep_rollouts", self.keep_rollouts, least=1)
+        if self.on_stale_version == "correct" and self.importance_sampling == "none":
+            raise ConfigError(
+                "on_stale_version is 'correct' and importance_sampling is 'none', expected a mode "
+                "such as token_truncate: it is what corrects"
+            )
+
+
+@dataclass
+class RewardArguments:
+    """What a completion is worth; TRL's reward_weights go with it."""
+
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact_match"],
+        metadata={
+            "help": "Functions of TRL's signature, summed: exact_match (with the column answer), "
+            "format, reasoning_gym (with answer and metadata), file.py:function, or "
+            "module:function."
+        },
+    )
+    reward_deadline_s: float = field(
+        default=300.0,
+        metadata={"help": "Seconds a reward function may take for a step's samples."},
+    )
+    on_bad_reward: str = field(
+        default="error",
+        metadata={
+            "help": "A function that raises, hangs, or returns no finite number for a sample: "
+            "error, or skip (counted; the sample has no reward from it)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_list("rewards", self.rewards, str)
+        check_number("reward_deadline_s", self.reward_deadline_s, above=0)
+        check_choice("on_bad_reward", self.on_bad_reward, ON_BAD_REWARD)
+
+
+@dataclass
+class MonitorArguments:
+    """The train-rollout KL, held against a floor that is measured before the first step."""
+
+    floor_prompts: int = field(
+        default=16,
+        metadata={"help": "Prompts the floor is measured on, at least 4; 0 measures none."},
+    )
+    floor_samples: int = field(default=4, metadata={"help": "Completions of each, at least 1."})
+    canary: bool = field(
+        default=True,
+        metadata={
+            "help": "Score pinned completions by engine and trainer at every version "
+            "(--no_canary: off)."
+        },
+    )
+    stop_on_alarm: bool = field(
+        default=False,
+        metadata={"help": "End the run, with a checkpoint, after a step that raised an alarm."},
+    )
+
+    def __post_init__(self) -> None:
+        check_integer("floor_prompts", self.floor_prompts, least=0)
+        if 0 < self.floor_prompts < 4:
+            raise ConfigError(
+                f"floor_prompts is {self.floor_prompts}, expected 0 or at least 4: an interval "
+                "comes from how prompts differ"
+            )
+        check_integer("floor_samples", self.floor_samples, least=1)
+        check_flag("canary", self.canary)
+        check_flag("stop_on_alarm", self.stop_on_alarm)
+
+
+@dataclass
+class ParallelArguments:
+    """How the base is spread over processes; a resumed run may change all of it."""
+
+    expert_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that share one set of experts, each holding its part; a divisor of "
+            "all processes, which DeepSpeed ZeRO-1 or -2 must run. Higher = less memory, more "
+            "traffic."
+        },
+    )
+    expert_placement: str | None = field(
+        default=None,
+        metadata={
+            "help": "File that says which rank holds which experts, made from measured routing; "
+            "default: experts in a row."
+        },
+    )
+    deduplicate_dispatch: bool = field(
+        default=False,
+        metadata={
+            "help": "Send a token once to each rank that holds some of its experts, not once to "
+            "each expert: fewer bytes, a little more work."
+        },
+    )
+    mxfp8_dispatch: bool = field(
+        default=False,
+        metadata={
+            "help": "Round tokens to MXFP8 on the way to their experts: half the bytes of bfloat16 "
+            "there, another result."
+        },
+    )
+    trunk_shard: str = field(
+        default="none",
+        metadata={
+            "help": "Spread the frozen weights that are no experts, layer by layer: none, node "
+            "(over the processes of a machine) or a number of processes in a row."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_integer("expert_parallel_size", self.expert_parallel_size, least=1)
+        check_optional(check_text, "expert_placement", self.expert_placement)
+        check_flag("deduplicate_dispatch", self.deduplicate_dispatch)
+        check_flag("mxfp8_dispatch", self.mxfp8_dispatch)
+        if type(self.trunk_shard) is int:
+            self.trunk_shard = str(self.trunk_shard)
+        check_text("trunk_shard", self.trunk_shard)
+        number = self.trunk_shard.isdecimal() and int(self.trunk_shard) >= 1
+        if self.trunk_shard not in ("none", "node") and not number:
+            raise ConfigError(
+                f"trunk_shard is {self.trunk_shard!r}, expected none, node or a number of processes"
+            )
+        if self.expert_parallel_size == 1:
+            for name in ("expert_placement", "deduplicate_dispatch", "mxfp8_dispatch"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r} and expert_parallel_size is 1, which "
+                        "would not read it: leave it out"
+                    )
 
 
 @dataclass
@@ -224,74 +497,4 @@ class RunArguments:
     )
 
     def __post_init__(self) -> None:
-        _flag("dry_run", self.dry_run)
-
-
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} is {value!r}, expected a text that is not empty")
-
-
-def _optional(check: Callable[[str, Any], None], name: str, value: Any) -> None:
-    if value is not None:
-        check(name, value)
-
-
-def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-
-
-def _flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise ConfigError(f"{name} is {value!r}, expected true or false")
-
-
-def _integer(name: str, value: Any, *, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {least}")
-
-
-def _number(
-    name: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float = float("inf"),
-) -> None:
-    fits = type(value) in (int, float) and value < below
-    if fits and least is not None:
-        fits = value >= least
-    if fits and above is not None:
-        fits = value > above
-    if not fits:
-        low = f"of at least {least:g}" if above is None else f"above {above:g}"
-        high = "" if below == float("inf") else f" and below {below:g}"
-        raise ConfigError(f"{name} is {value!r}, expected a number {low}{high}")
-
-
-def _list(name: str, value: Any, kind: type) -> None:
-    # a lone string would be taken letter by letter
-    wanted = f"a list of {'texts' if kind is str else 'integers'}"
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{name} is {value!r}, expected {wanted} that is not empty")
-    for item in value:
-        if type(item) is not kind:
-            raise ConfigError(f"{name} holds {item!r}, expected {wanted}")
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    read = value
-    if isinstance(value, str):
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{name} is {value!r}, expected a mapping of pattern to number as JSON ({error})"
-            ) from error
-    if not isinstance(read, Mapping) or not all(isinstance(key, str) for key in read):
-        raise ConfigError(f"{name} is {value!r}, expected a mapping of pattern to number")
-    return dict(read)
+        check_flag("dry_run", self.dry_run)

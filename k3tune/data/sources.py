@@ -123,7 +123,7 @@ def load_samples(
     from datasets import Features, List, Value
     from datasets.fingerprint import generate_random_fingerprint
 
-    rows, unit = _read(path, split)
+    rows, unit = read_source(path, split)
     if not len(rows):
         raise DataError(f"{path} holds no sample, expected at least one", Problem.UNKNOWN_FORM)
     ids = List(Value("int32"))
@@ -262,7 +262,7 @@ class _Encoder:
             "ignored": [],
         }
         try:
-            sample = _parse(row["__json"]) if "__json" in row else _whole(row)
+            sample = row_sample(row)
             result["ignored"] = [key for key in sample if key not in (*_FORM_KEYS, "tools")]
             ids, labels = encode_sample(sample, self.tokenizer, self.options)
         except DataError as error:
@@ -271,6 +271,15 @@ class _Encoder:
         trained = sum(label != NO_TARGET for label in labels[1:])
         counts = {"num_tokens": len(ids), "num_trained_tokens": trained}
         return {**result, "input_ids": ids, "labels": labels, **counts}
+
+
+def row_sample(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of :func:`read_source` as the sample it holds.
+
+    Raises:
+        DataError: if the row is no JSON object, or has nulls where keys may be missing.
+    """
+    return _parse(row["__json"]) if "__json" in row else _whole(row)
 
 
 def _parse(line: bytes) -> Mapping[str, Any]:
@@ -313,8 +322,12 @@ def _holds_null(value: Any) -> bool:
     return isinstance(value, list) and any(item is None or _holds_null(item) for item in value)
 
 
-def _read(path: str, split: str) -> "tuple[Dataset, str]":
-    """Rows, and the word for their place: line, item or row."""
+def read_source(path: str, split: str = "train") -> "tuple[Dataset, str]":
+    """Rows of a source as :func:`row_sample` takes them, and the word for their place.
+
+    Raises:
+        DataError: if the source cannot be read.
+    """
     file = Path(path)
     try:
         if file.suffix in (".jsonl", ".ndjson", ".json"):

@@ -1,6 +1,7 @@
-"""What a rollout is, and what every engine that samples one can do. Standard library and torch only.
+"""What a rollout is, and what every engine that samples one can do.
 
-Shape letters: ``T`` tokens of prompt and completion, ``L`` MoE layers, ``A`` active experts a token.
+Standard library and torch only. Shape letters: ``T`` tokens of prompt and completion, ``L`` MoE
+layers, ``A`` active experts a token.
 """
 
 import math

@@ -1,0 +1,70 @@
+"""TRL's GRPO options held against what K3, the engines and a run that must resume can do."""
+
+from collections.abc import Sequence
+
+from trl import GRPOConfig
+
+from k3tune.errors import ConfigError
+from k3tune.rl.rollout import Sampling
+from k3tune.train.options import check_trainer
+
+_DISTRIBUTION = (
+    "the trainer's log-probabilities are those of all tokens at the temperature: tokens at the "
+    "edge of a cut distribution would have no ratio, or a wrong one"
+)
+# Options that must be at TRL's defaults, and why.
+_UNREAD = {
+    "model_init_kwargs": "base, dtype and kernels say how the base is loaded",
+    "trust_remote_code": "no remote code is ever run",
+    "use_vllm": "engine says what samples",
+    "vllm_mode": "engine says what samples",
+    "vllm_importance_sampling_correction": "importance_sampling says it",
+    "vllm_importance_sampling_mode": "importance_sampling says it",
+    "vllm_importance_sampling_clip_max": "importance_cap says it",
+    "vllm_importance_sampling_clip_min": "importance_cap says it",
+    "use_transformers_continuous_batching": "engine says what samples",
+    "cache_implementation": "engine says what samples",
+    "generation_kwargs": "engine says what samples",
+    "chat_template_kwargs": "thinking and thinking_effort say how chats are rendered",
+    "top_p": _DISTRIBUTION,
+    "top_k": _DISTRIBUTION,
+    "min_p": _DISTRIBUTION,
+    "repetition_penalty": _DISTRIBUTION,
+    "max_tool_calling_iterations": "a completion is one answer",
+    "cast_lm_head_to_fp32": "dtype says the head's precision",
+    "sync_ref_model": "beta holds the policy near the base, which never changes",
+    "use_adaptive_entropy": "a checkpoint would not hold its state: set entropy_coef",
+    "log_completions_hub_repo": "nothing is uploaded",
+    "log_multimodal": "K3's text model is trained",
+    "router_aux_loss_coef": "K3's routers are frozen",
+}
+
+
+def check_grpo(args: GRPOConfig) -> None:
+    """Refuse options that would not be read, or would make the ratio of the policies wrong.
+
+    Raises:
+        ConfigError: naming the option, its value and the reason.
+    """
+    check_trainer(args, _UNREAD)
+    if args.max_completion_length is None:
+        raise ConfigError("max_completion_length is None, expected the longest completion, tokens")
+    sampling_of(args, ())
+
+
+def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int]) -> Sampling:
+    """The distribution a run samples from.
+
+    Args:
+        args: the run's.
+        stop_token_ids: ids that end a completion.
+
+    Raises:
+        ConfigError: for a temperature or length out of range.
+    """
+    assert args.max_completion_length is not None, "check_grpo refuses it"
+    return Sampling(
+        args.max_completion_length,
+        temperature=args.temperature,
+        stop_token_ids=tuple(stop_token_ids),
+    )

@@ -1,0 +1,43 @@
+"""What a GRPO run would train and hold in memory, from the base's config alone: ``--dry_run``."""
+
+from trl import GRPOConfig
+
+from k3tune.arguments import (
+    LoraArguments,
+    ModelArguments,
+    MonitorArguments,
+    ParallelArguments,
+    PromptArguments,
+    RewardArguments,
+    RolloutArguments,
+)
+from k3tune.rl.options import check_grpo
+from k3tune.train.plan import describe
+
+
+def describe_grpo(
+    model: ModelArguments,
+    lora: LoraArguments,
+    prompts: PromptArguments,
+    reward: RewardArguments,
+    rollout: RolloutArguments,
+    monitor: MonitorArguments,
+    training: GRPOConfig,
+    parallel: ParallelArguments | None = None,
+) -> str:
+    """Resolved config, trainable parameters by group and a memory estimate, for people.
+
+    Left out of the estimate: what the local engine holds while it samples (its copy of the factors
+    and the caches of ``rollout_batch_size`` completions).
+
+    Args:
+        model, lora, prompts, reward, rollout, monitor, training: the run's options.
+        parallel: how the base is spread over processes; default: not at all.
+
+    Raises:
+        ConfigError, AdapterError: if the run could not start with these options.
+    """
+    check_grpo(training)
+    own = (model, lora, prompts, reward, rollout, monitor)
+    row_tokens = prompts.max_prompt_length + (training.max_completion_length or 0)
+    return describe(model, lora, training, row_tokens, own, parallel)
