@@ -11,7 +11,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from k3tune.commands.doctor import doctor
 from k3tune.commands.export import export, import_, verify
+from k3tune.commands.placement import placement
+from k3tune.commands.plan import plan
+from k3tune.commands.report import report
+from k3tune.commands.serve import serve
 from k3tune.errors import K3TuneError
 
 app = typer.Typer(
@@ -198,6 +203,11 @@ def chat(
 app.command()(export)
 app.command(name="import")(import_)
 app.command()(verify)
+app.command()(serve)
+app.command()(plan)
+app.command()(placement)
+app.command()(report)
+app.command()(doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

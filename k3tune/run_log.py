@@ -5,7 +5,7 @@ Every record has ``schema`` (1), ``kind``, ``time`` (seconds since 1970, UTC) an
 any point leaves at most its last line cut short; lines reach the disk with every checkpoint and at
 the end of the run (an ``fsync``), so a power cut may take those after the last checkpoint.
 
-Kinds and what they hold beside that:
+Kinds and what they hold beside that (GRPO runs have four more: :mod:`k3tune.monitor.record`):
 
 - ``run``: a process group starts or goes on: ``config_sha256``, ``versions``, ``git_commit``,
   ``resumed_from`` (a checkpoint's name, or null), ``processes``, ``device``. Records of later steps
@@ -19,9 +19,27 @@ Kinds and what they hold beside that:
   known), ``peak_memory_bytes`` (of this process, since its start), ``router_load/<layer>``
   (assignments of the busiest expert over the mean, summed over the record's steps) and
   ``router_load`` (the largest of them), ``data_s``, ``forward_backward_s``, ``optimizer_s``
-  (seconds a step, of this process), ``epoch``.
+  (seconds a step, of this process), ``epoch``; under expert parallelism also
+  ``exchange_bytes/<kind>`` (a step, between processes, all of them: ``counts``, ``dispatch`` to the
+  experts, ``combine`` back, ``gradient``) and ``exchange_messages``; with a sharded trunk, of this
+  process: ``trunk_received_bytes`` (a step, from the other ranks; those of forwards beside training
+  count), ``trunk_prefetch_hits`` (share of the gathers that had begun before they were needed) and
+  ``trunk_resident_bytes`` (of its shards).
+  GRPO runs have no ``trained_tokens`` and ``mean_token_accuracy``; ``tokens`` are those of prompts
+  and completions. They add ``reward`` and ``reward_std`` (over the step's samples, weighted sum of
+  the functions), ``reward/<function>`` and ``reward_std/<function>``, ``zero_std_groups`` (share of
+  prompts whose samples have equal rewards), ``completion_tokens`` (mean), ``truncated_fraction``
+  (share of samples without a stop token), ``bad_rewards`` (samples a function failed on),
+  ``stale_samples``, ``masked_fraction`` and ``importance_truncated_fraction`` (tokens whose weight
+  the importance correction set to 0, or cut), ``router_mismatch_used`` (share of (token, layer)
+  whose experts in training are not the rollout's, with ``routing: replay``), ``adapter_version``
+  (after the step's push), ``unchanged_pushes`` (so far), ``mismatch/<field>`` (headline fields of
+  the record ``mismatch``) and ``mismatch/alarms``, ``rollout_s``, ``reward_s``, ``push_s``,
+  ``monitor_s``, and TRL's own ``completions/*``, ``clip_ratio/*``, ``kl`` (to the base, with
+  ``beta``) and ``step_time``.
 - ``eval``: ``eval_loss`` (per trained token), TRL's ``eval_*`` and the Trainer's timings.
-- ``end``: the Trainer's summary of the run, and ``reason``: ``finished`` or ``terminated``.
+- ``end``: the Trainer's summary of the run, and ``reason``: ``finished``, ``terminated``
+  (SIGTERM) or ``alarm`` (of the monitor).
 
 A key may be missing from a record; a name never changes its meaning within a schema version.
 """

@@ -10,7 +10,13 @@ import sys
 
 from trl import SFTConfig, TrlParser
 
-from k3tune.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments
+from k3tune.arguments import (
+    DataArguments,
+    LoraArguments,
+    ModelArguments,
+    ParallelArguments,
+    RunArguments,
+)
 from k3tune.train import (
     K3SFTTrainer,
     build_datasets,
@@ -30,22 +36,27 @@ def main() -> int:
         The exit code.
     """
     prepare_launch()
-    parser = TrlParser((ModelArguments, LoraArguments, DataArguments, RunArguments, SFTConfig))
-    model_options, lora_options, data_options, run_options, training = parse_options(parser)
+    parser = TrlParser(
+        (ModelArguments, LoraArguments, DataArguments, ParallelArguments, RunArguments, SFTConfig)
+    )
+    model_options, lora_options, data_options, parallel, run_options, training = parse_options(
+        parser
+    )
     options = (model_options, lora_options, data_options)
     if run_options.dry_run:
-        print(describe_run(model_options, lora_options, training, options))
+        print(describe_run(model_options, lora_options, training, options, parallel))
         return 0
 
     tokenizer = load_tokenizer(model_options)
     train_dataset, eval_dataset = build_datasets(data_options, tokenizer, training)
     trainer = K3SFTTrainer(
-        build_model(model_options, lora_options, training),
+        build_model(model_options, lora_options, training, parallel),
         training,
         train_dataset,
         eval_dataset,
         processing_class=tokenizer,
         options=options,
+        free_options=(parallel,),
     )
 
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or True)

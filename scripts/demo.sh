@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fine-tunes k3-nano, the small base that comes with k3tune, on a task it cannot do, and measures it
-# before and after on problems that occur in no training. No GPU, no network after the setup.
+# Fine-tunes k3-nano, the small base that comes with k3tune: SFT on a task it cannot do, and GRPO on
+# one it half can, each measured before and after on problems that occur in no training. No GPU, no
+# network after the setup.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,12 +37,13 @@ head -n 2 "$folder/train.jsonl"
 step "before: $count unseen problems a task"
 .venv/bin/python scripts/evaluate_nano.py "$base" --count "$count" --json "$folder/before.json"
 
-step "LoRA SFT: the same recipe trains all of K3 with another YAML"
 # accelerate gives a CPU process one thread unless told otherwise
-.venv/bin/accelerate launch --config_file recipes/accelerate/single.yaml \
-    --num_cpu_threads_per_process "$(nproc)" recipes/sft.py \
-    --config recipes/configs/nano_sft.yaml --train_path "$folder/train.jsonl" \
-    --output_dir "$folder/sft"
+launch=(.venv/bin/accelerate launch --config_file recipes/accelerate/single.yaml
+    --num_cpu_threads_per_process "$(nproc)")
+
+step "LoRA SFT: the same recipe trains all of K3 with another YAML"
+"${launch[@]}" recipes/sft.py --config recipes/configs/nano_sft.yaml \
+    --train_path "$folder/train.jsonl" --output_dir "$folder/sft"
 
 step "after: the same problems, the adapter loaded into a fresh process"
 .venv/bin/python scripts/evaluate_nano.py "$base" --adapter "$adapter" --count "$count" \
@@ -56,8 +58,19 @@ print(draw_problems("spell_backward", "evaluation", 1, seed=1)[0].subject)')"
 ask "$base"
 ask "$base" --adapter "$adapter"
 
+step "GRPO from the base: sums with their answers, rewarded for a right one"
+.venv/bin/python scripts/make_nano_data.py rl --out "$folder/prompts.jsonl"
+head -n 1 "$folder/prompts.jsonl"
+"${launch[@]}" recipes/grpo.py --config recipes/configs/nano_grpo.yaml \
+    --train_path "$folder/prompts.jsonl" --output_dir "$folder/grpo"
+
+step "after GRPO: the same sums as before"
+.venv/bin/python scripts/evaluate_nano.py "$base" --adapter "$folder/grpo/adapter" \
+    --task chain_sum --count "$count" --json "$folder/after_grpo.json"
+
 step "summary"
 .venv/bin/python scripts/summarize_demo.py "$folder"
 echo
 echo "talk to it: .venv/bin/k3tune chat $base --adapter $adapter --thinking-effort none"
+echo "train-rollout KL: .venv/bin/k3tune report $folder/grpo"
 echo "demo: done in $SECONDS s after the setup"

@@ -31,38 +31,43 @@ RULES = {
     "lazy": rule(),
     "run_log": rule("errors"),
     "arguments": rule(),
+    "option_checks": rule("errors"),
     "published": rule("", "huggingface_hub"),
     "quant": rule("kernels", "torch"),
     "model": rule("published quant kernels", "torch transformers safetensors tqdm fla"),
     "lora": rule("model published quant kernels", "torch transformers safetensors tqdm peft"),
     "data": rule("arguments", "torch datasets transformers tiktoken"),
     "parallel": rule(
-        "lora model published quant kernels", "torch transformers safetensors deepspeed"
+        "lora model published quant kernels", "torch transformers safetensors deepspeed numpy"
     ),
     "monitor": rule("", "torch numpy safetensors matplotlib"),
-    "plan": rule("published", "numpy"),
+    # sizes of modules, and shards: the parts of these that load no torch
+    "plan": rule("lora parallel published", "numpy"),
     "train": rule(
         "arguments data lora model monitor parallel plan published quant kernels",
         "torch transformers safetensors datasets deepspeed accelerate trl numpy yaml",
     ),
     "rl": rule(
         "arguments data lora model monitor parallel plan published quant train kernels",
-        "torch transformers safetensors datasets deepspeed accelerate trl numpy httpx tqdm",
+        "torch transformers safetensors datasets deepspeed accelerate trl numpy httpx tqdm "
+        "reasoning_gym",
     ),
     "serve": rule(
         "data lora model rl published quant",
-        "torch starlette uvicorn anyio pydantic",
+        "torch numpy starlette uvicorn",
     ),
-    "report": rule("monitor", "numpy matplotlib"),
+    "report": rule("monitor", "numpy matplotlib orjson yaml"),
     "doctor": rule("published quant model kernels", "torch packaging"),
     "recipes": rule("arguments data lora model monitor plan rl train errors", "trl"),
     # the two front doors import what a name or a command needs when it is asked for
-    "": rule("data lora model published quant train"),
-    "commands": rule("data lora model published quant", "torch typer"),
+    "": rule("data lora model monitor plan published quant rl train"),
+    "commands": rule(
+        "data doctor lora model parallel plan published quant report serve", "torch typer"
+    ),
     "cli": rule("commands published", "typer"),
 }
 # Standard library only, so they are open to the other parts of k3tune.
-LEAVES = {"errors", "files", "lazy", "run_log"}
+LEAVES = {"errors", "files", "lazy", "option_checks", "run_log"}
 CLOSED_TO_LEAVES = {"kernels", "recipes", *LEAVES}
 AT_MODULE_LEVEL = {"__init__": rule(), "cli": rule("commands", "typer")}
 WITHOUT_TORCH = [
@@ -70,6 +75,10 @@ WITHOUT_TORCH = [
     "k3tune.cli",
     "k3tune.errors",
     "k3tune.files",
+    "k3tune.monitor.record",
+    "k3tune.parallel.shards",
+    "k3tune.plan.planning",
+    "k3tune.plan.render",
     "k3tune.published.inspection",
 ]
 

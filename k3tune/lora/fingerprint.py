@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from k3tune.errors import AdapterError
 from k3tune.lora.inject import base_of, local_experts
 from k3tune.model.latent_moe import PackedProjection
 
@@ -24,14 +25,24 @@ def base_fingerprint(model: nn.Module) -> str:
 
     Returns:
         ``"sha256:"`` and 64 hex digits.
+
+    Raises:
+        AdapterError: if weights of the base are spread over processes layer by layer.
     """
+    base = base_of(model)
+    # weights that are no parameters: those below would be a part of the base only
+    if any(isinstance(vars(m).get(name), Tensor) for m in base.modules() for name in m._parameters):
+        raise AdapterError(
+            "the base's trunk is sharded over processes, expected a whole one: merge base_digests "
+            "with k3tune.parallel's trunk_digests, or pass the fingerprint of an earlier save"
+        )
     return combine_digests(base_digests(model))
 
 
 def base_digests(model: nn.Module) -> dict[str, str]:
-    """SHA-256 of each base parameter, of each expert where experts are stacked.
+    """SHA-256 of each base parameter held here, of each expert where experts are stacked.
 
-    Processes that hold different experts can merge theirs and :func:`combine_digests`.
+    Processes that hold different parts can merge theirs and :func:`combine_digests`.
 
     Returns:
         ``"<parameter> <dtype> <shape>"``, with the expert's global id in the parameter's name,
@@ -45,9 +56,9 @@ def base_digests(model: nn.Module) -> dict[str, str]:
         if leaf in ("packed", "scale") and _is_packed(base, owner):
             ids = local_experts(base, owner) or range(len(tensor))
             for expert, row in zip(ids, tensor, strict=True):
-                digests[_label(f"{owner}.{expert}.{leaf}", row)] = _digest(row)
+                digests[label_of(f"{owner}.{expert}.{leaf}", row)] = digest_of(row)
         else:
-            digests[_label(name, tensor)] = _digest(tensor)
+            digests[label_of(name, tensor)] = digest_of(tensor)
     return digests
 
 
@@ -72,11 +83,13 @@ def _is_packed(base: nn.Module, name: str) -> bool:
     return isinstance(wrapped, PackedProjection)
 
 
-def _label(name: str, tensor: Tensor) -> str:
+def label_of(name: str, tensor: Tensor) -> str:
+    """``"<parameter> <dtype> <shape>"`` of a parameter, or of one expert's row of it."""
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _digest(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, 64 hex digits."""
     hasher = hashlib.sha256()
     content = tensor.contiguous().flatten().view(torch.uint8)
     for start in range(0, len(content), _CHUNK_BYTES):

@@ -6,7 +6,8 @@ below stays as it was loaded.
 Shape letters: ``E`` local experts, ``R`` LoRA rank, ``I`` inputs, ``O`` outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ class AdapterLayer(nn.Module, LoraLayer):
 
     def factor(self, adapter_name: str, half: str) -> nn.Parameter:
         """An adapter's ``"A"`` or ``"B"``."""
-        return (self.lora_A if half == "A" else self.lora_B)[adapter_name].get_parameter("weight")
+        module = (self.lora_A if half == "A" else self.lora_B)[adapter_name]
+        assert isinstance(module, Factor), f"{type(module)=}"
+        return module.weight
 
     def set_factors(self, adapter_name: str, A: Tensor, B: Tensor) -> None:
         """Replace an adapter's factors, of any rank, moved to the base's device."""
@@ -139,10 +142,36 @@ class AdapterLayer(nn.Module, LoraLayer):
             trained = module.get_parameter("weight").requires_grad
             module.weight = nn.Parameter(value.to(self.base_device), requires_grad=trained)
 
+    @contextmanager
+    def standing_in(self, adapter_name: str, A: Tensor, B: Tensor) -> Iterator[None]:
+        """Apply an adapter with other values, whichever is active; then all is as it was.
+
+        Args:
+            adapter_name: one this layer holds.
+            A, B: FP32, of the factors' shapes, on their device.
+        """
+        parameters = [self.factor(adapter_name, half) for half in "AB"]
+        held = [parameter.data for parameter in parameters]
+        state = self._active_adapter, self._disable_adapters
+        try:
+            self._active_adapter, self._disable_adapters = [adapter_name], False
+            for parameter, value in zip(parameters, (A, B), strict=True):
+                parameter.data = value
+            yield
+        finally:
+            self._active_adapter, self._disable_adapters = state
+            for parameter, value in zip(parameters, held, strict=True):
+                parameter.data = value
+
     @property
     def base_device(self) -> torch.device:
         """Where the base's weight is, and factors belong."""
-        return next(self.get_base_layer().parameters()).device
+        base = self.get_base_layer()
+        # not by its parameters: where the trunk is sharded a linear layer has none
+        if isinstance(base, PackedProjection):
+            return base.packed.device
+        assert isinstance(base, nn.Linear), f"{type(base)=}"
+        return base.weight.device
 
     def factor_shape(self, half: str, rank: int, *, shared: bool = False) -> tuple[int, ...]:
         """Shape of A or B."""
@@ -153,7 +182,10 @@ class AdapterLayer(nn.Module, LoraLayer):
         """The adapter a forward adds; None if there is none here or adapters are disabled."""
         if self.disable_adapters:
             return None
-        return next((name for name in self.active_adapters if name in self.lora_A), None)
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                return name
+        return None
 
     def set_adapter(self, adapter_names: str | Sequence[str], inference_mode: bool = False) -> None:
         """Make an adapter the one that is applied.
@@ -202,9 +234,16 @@ class LoraLinear(AdapterLayer):
         name = self.applied_adapter()
         if name is None:
             return y
-        x = F.dropout(x, self.dropout[name], self.training).to(y.dtype)
+        A: Tensor = self.factor(name, "A")
+        B: Tensor = self.factor(name, "B")
+        dropout = self.dropout[name] if self.training else 0.0
+        if not (torch.is_grad_enabled() or dropout) and y.dtype == A.dtype:
+            # decoding is many small products: y is nobody else's, and each call counts
+            narrow = F.linear(x.reshape(-1, x.shape[-1]).to(y.dtype), A)
+            return y.view(-1, len(B)).addmm_(narrow, B.t(), alpha=self.scaling[name]).view_as(y)
+        x = F.dropout(x, dropout, self.training).to(y.dtype)
         with without_autocast(x):
-            A, B = self.factor(name, "A").to(y.dtype), self.factor(name, "B").to(y.dtype)
+            A, B = A.to(y.dtype), B.to(y.dtype)
             return y + F.linear(F.linear(x, A) * self.scaling[name], B)
 
 

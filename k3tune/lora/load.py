@@ -8,8 +8,10 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from k3tune.errors import AdapterError
 from k3tune.lora.inject import (
     DEFAULT_ADAPTER,
+    active_adapter,
     adapter_layers,
     base_of,
     inject,
@@ -20,7 +22,7 @@ from k3tune.lora.modules import ModuleShape
 from k3tune.lora.plan import HalfPlan, ModulePlan, disagreements, file_slots, match_tensors
 from k3tune.lora.read import AdapterFiles, FactorReader, read_adapter
 from k3tune.lora.save import experts_form
-from k3tune.lora.targets import adaptable_modules
+from k3tune.lora.targets import RankAlpha, adaptable_modules
 from k3tune.model.latent_moe import PackedProjection
 from k3tune.model.modeling import K3ForCausalLM
 
@@ -85,6 +87,73 @@ def load_adapter(
     _report(files, experts_form(layers, adapter_name), trainable)
     logger.info("%s: loaded %d tensors into %d modules", path, len(files.tensors), len(plans))
     return peft_model
+
+
+def read_factors(
+    model: PeftModel, path: str | Path, adapter_name: str | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Values a directory has for an adapter the model has; the model stays as it is.
+
+    Args:
+        model: with an adapter.
+        path: adapter directory with the same modules, ranks, alphas and form.
+        adapter_name: None is the active one.
+
+    Returns:
+        Module -> its A and B, FP32 on the CPU, of the shapes the model holds.
+
+    Raises:
+        AdapterError: if the directory is no adapter of this base, or differs from the model's.
+        CheckpointError: if a file is damaged.
+    """
+    base, adapter_name = base_of(model), active_adapter(model, adapter_name)
+    files = read_adapter(path)
+    plans = match_tensors(files, _shapes(base))
+    layers = adapter_layers(model, adapter_name)
+    if plans.keys() != layers.keys():
+        other = sorted(plans.keys() ^ layers.keys())
+        raise AdapterError(
+            f"{path} adapts {len(plans)} modules and the model's adapter {len(layers)}, expected "
+            f"the same ones: {', '.join(other[:3])} is in one of them only"
+        )
+    factors = {}
+    with FactorReader() as reader:
+        for name, layer in layers.items():
+            plan, rows = plans[name], _rows(layer, base, name)
+            said, held = _scales(layer, adapter_name, plan, rows)
+            rslora = files.config.use_rslora, layer.use_rslora[adapter_name]
+            if said != held or rslora[0] != rslora[1]:
+                raise AdapterError(
+                    f"{path}: {name} has rank and alpha {said[0]} (rsLoRA {rslora[0]}), expected "
+                    f"{held[0]} (rsLoRA {rslora[1]}) as the model's adapter"
+                )
+            A, B = (
+                _read_half(reader, half, plan.halves[half], plan.size.rank, rows) for half in "AB"
+            )
+            for half, value in (("A", A), ("B", B)):
+                shape = layer.factor(adapter_name, half).shape
+                if value.shape != shape:
+                    raise AdapterError(
+                        f"{path}: {name}.lora_{half} is {list(value.shape)}, expected "
+                        f"{list(shape)} as the model's adapter: save it in the same form"
+                    )
+            factors[name] = A, B
+    return factors
+
+
+def _scales(
+    layer: AdapterLayer, adapter_name: str, plan: ModulePlan, rows: Mapping[int, int]
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Rank and alpha of each of a layer's rows: in a directory, and in the model."""
+    count = max(len(rows), 1)
+    found = [plan.size] * count
+    if plan.experts:
+        found = [plan.experts.get(expert, RankAlpha(0, 0)) for expert in rows]
+    held = [(layer.r[adapter_name], layer.lora_alpha[adapter_name])] * count
+    if isinstance(layer, LoraPackedProjection) and adapter_name in layer.expert_ranks:
+        ranks, alphas = layer.expert_ranks[adapter_name], layer.expert_alphas[adapter_name]
+        held = [(r, a if r else 0) for r, a in zip(ranks, alphas, strict=True)]
+    return [(size.rank, size.alpha) for size in found], held
 
 
 def _report(files: AdapterFiles, form: str | None, trainable: bool) -> None:

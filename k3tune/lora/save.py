@@ -3,9 +3,9 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -29,6 +29,23 @@ from k3tune.model.modeling import K3ForCausalLM
 logger = logging.getLogger(__name__)
 
 
+class Gather(Protocol):
+    """How factors come together whose rows, one an expert, lie on several processes.
+
+    Factors are named ``"<module>.lora_A"`` and ``"<module>.lora_B"``.
+    """
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process gets whole factors, and writes the files."""
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole factor from that of this process's rows."""
+
+    def whole(self, name: str, value: Tensor) -> Tensor | None:
+        """The whole factor, or None where this process does not write; all call it in one order."""
+
+
 def save_adapter(
     model: PeftModel,
     path: str | Path,
@@ -40,6 +57,7 @@ def save_adapter(
     shard_bytes: int = 4 << 30,
     overwrite: bool = False,
     base_fingerprint: str | None = None,
+    gather: Gather | None = None,
 ) -> Path:
     """Write ``adapter_config.json``, ``adapter_model.safetensors`` and ``k3tune.json``.
 
@@ -59,6 +77,7 @@ def save_adapter(
         shard_bytes: a larger adapter is split into several files with an index.
         overwrite: replace an adapter directory that is there.
         base_fingerprint: of the base, where known; None reads the whole base to find it.
+        gather: of an expert-parallel run; every process must then call this function.
 
     Returns:
         The directory.
@@ -71,19 +90,19 @@ def save_adapter(
     path = Path(path)
     _check_arguments(version, provenance, dtype, shard_bytes)
     base, layers = base_of(model), adapter_layers(model, adapter_name)
-    _check_complete(base, layers)
-    tensors = _tensors(layers, adapter_name, dtype)
+    if gather is None:
+        _check_complete(base, layers)
+    tensors = _tensors(layers, adapter_name, dtype, gather)
+    if gather is not None and not gather.writes:
+        for tensor in tensors:
+            for _ in tensor.parts():
+                pass
+        return path
     with new_adapter_directory(path, overwrite=overwrite) as folder:
         write_json(folder / CONFIG_NAME, _config(model, base, layers, adapter_name))
-        metadata = {
-            "format": METADATA_FORMAT,
-            "k3tune": k3tune.__version__,
-            "form": experts_form(layers, adapter_name),
-            "version": version,
-            "base": _base_metadata(base, base_fingerprint),
-            "provenance": dict(provenance or {}),
-        }
-        write_json(folder / METADATA_NAME, metadata)
+        base_metadata = _base_metadata(base, base_fingerprint)
+        form = experts_form(layers, adapter_name)
+        write_json(folder / METADATA_NAME, _metadata(version, form, base_metadata, provenance))
         write_shards(folder, tensors, shard_bytes)
     logger.info("%s: wrote %d tensors of %d modules", path, len(tensors), len(layers))
     return path
@@ -101,6 +120,22 @@ def experts_form(layers: Mapping[str, AdapterLayer], adapter_name: str) -> str |
     return next((form for form in FORMS if form in forms), None)
 
 
+def _metadata(
+    version: int,
+    form: str | None,
+    base: Mapping[str, str | None],
+    provenance: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    return {
+        "format": METADATA_FORMAT,
+        "k3tune": k3tune.__version__,
+        "form": form,
+        "version": version,
+        "base": base,
+        "provenance": dict(provenance or {}),
+    }
+
+
 def _base_metadata(base: K3ForCausalLM, fingerprint: str | None) -> dict[str, str | None]:
     return {
         "name": base.config.name_or_path,
@@ -110,10 +145,13 @@ def _base_metadata(base: K3ForCausalLM, fingerprint: str | None) -> dict[str, st
 
 
 def _tensors(
-    layers: Mapping[str, AdapterLayer], adapter_name: str, dtype: torch.dtype
+    layers: Mapping[str, AdapterLayer],
+    adapter_name: str,
+    dtype: torch.dtype,
+    gather: Gather | None,
 ) -> list[Pending]:
     return [
-        _pending(entry, dtype)
+        _pending(entry, f"{name}.lora_{entry.slot.half}", dtype, gather)
         for name, layer in layers.items()
         for entry in layer_entries(
             layer, adapter_name, written_slots(layer, name, adapter_name, None)
@@ -121,9 +159,14 @@ def _tensors(
     ]
 
 
-def _pending(entry: Entry, dtype: torch.dtype) -> Pending:
+def _pending(entry: Entry, name: str, dtype: torch.dtype, gather: Gather | None) -> Pending:
     def parts() -> Iterator[Tensor]:
-        tensor = entry.value.to(dtype).cpu()
+        value: Tensor | None = entry.value.to(dtype)
+        if gather is not None and value is not None:
+            value = gather.whole(name, value)
+        if value is None:
+            return
+        tensor = value.cpu()
         if not torch.isfinite(tensor).all():
             raise AdapterError(
                 f"{entry.slot.key}: expected finite values, found "
@@ -132,7 +175,10 @@ def _pending(entry: Entry, dtype: torch.dtype) -> Pending:
             )
         yield tensor
 
-    return Pending([FileEntry(entry.slot.key, dtype, tuple(entry.value.shape))], parts)
+    shape = tuple(entry.value.shape)
+    if gather is not None:
+        shape = gather.whole_shape(name, shape)
+    return Pending([FileEntry(entry.slot.key, dtype, shape)], parts)
 
 
 def _config(

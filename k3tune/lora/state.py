@@ -62,12 +62,21 @@ def adapter_gradients(model: PeftModel, adapter_name: str | None = None) -> dict
 
 def _entries(model: PeftModel, adapter_name: str | None) -> Iterator[Entry]:
     adapter_name = active_adapter(model, adapter_name)
+    layers = adapter_layers(model, adapter_name)
+    for name, slots in slots_of(model, adapter_name).items():
+        yield from layer_entries(layers[name], adapter_name, slots)
+
+
+def slots_of(model: PeftModel, adapter_name: str) -> dict[str, tuple[Slot, ...]]:
+    """The entries of each layer: those of the file an adapter came from, or those it would have."""
     base = base_of(model)
+    slots = {}
     for name, layer in adapter_layers(model, adapter_name).items():
-        slots = layer.slots.get(adapter_name)
-        if slots is None:
-            slots = written_slots(layer, name, adapter_name, local_experts(base, name))
-        yield from layer_entries(layer, adapter_name, slots)
+        known = layer.slots.get(adapter_name)
+        if known is None:
+            known = written_slots(layer, name, adapter_name, local_experts(base, name))
+        slots[name] = known
+    return slots
 
 
 def layer_entries(

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from k3tune.errors import AdapterError
@@ -69,7 +70,24 @@ def choose_modules(spec: LoraSpec, base: "nn.Module") -> dict[str, RankAlpha]:
     Raises:
         AdapterError: naming the first target, layer or pattern that matches nothing.
     """
-    modules = adaptable_modules(base)
+    others = {name: type(module).__name__ for name, module in base.named_modules() if name}
+    return choose_names(spec, adaptable_modules(base), others)
+
+
+def choose_names(
+    spec: LoraSpec, adaptable: Iterable[str], others: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, RankAlpha]:
+    """:func:`choose_modules` among names.
+
+    Args:
+        spec: what to adapt.
+        adaptable: names of the modules that can take factors, in the model's order.
+        others: class by name of modules to say, in an error, that they cannot be adapted.
+
+    Raises:
+        AdapterError: naming the first target, layer or pattern that matches nothing.
+    """
+    modules = list(adaptable)
     if spec.layers is not None:
         last = max((layer_of(name) or 0 for name in modules), default=0)
         if spec.layers[-1] > last:
@@ -77,18 +95,18 @@ def choose_modules(spec: LoraSpec, base: "nn.Module") -> dict[str, RankAlpha]:
                 f"layers names {spec.layers[-1]}, expected layers from 0 to {last}: the base has "
                 f"{last + 1}"
             )
-        modules = {name: m for name, m in modules.items() if layer_of(name) in spec.layers}
+        modules = [name for name in modules if layer_of(name) in spec.layers]
     chosen = set()
     for target in spec.targets:
         pattern = GROUPS.get(target, target)
         matched = {name for name in modules if pattern_matches(pattern, name)}
         if not matched:
-            raise AdapterError(_no_match("target", target, modules, base, spec.layers))
+            raise AdapterError(_no_match("target", target, modules, others, spec.layers))
         chosen |= matched
     names = [name for name in modules if name in chosen]
     for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
         if not any(pattern_matches(pattern, name) for name in names):
-            raise AdapterError(_no_match("pattern", pattern, names, base, spec.layers))
+            raise AdapterError(_no_match("pattern", pattern, names, others, spec.layers))
     return {
         name: RankAlpha(
             matching_value(spec.rank_pattern, name, spec.rank),
@@ -104,14 +122,14 @@ def matching_value(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _no_match(
-    what: str, pattern: str, names: Iterable[str], base: "nn.Module", layers: tuple[int, ...] | None
+    what: str,
+    pattern: str,
+    names: Iterable[str],
+    others: Mapping[str, str],
+    layers: tuple[int, ...] | None,
 ) -> str:
     where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
-    other = [
-        f"{name} ({type(module).__name__})"
-        for name, module in base.named_modules()
-        if name and pattern_matches(pattern, name)
-    ]
+    other = [f"{name} ({kind})" for name, kind in others.items() if pattern_matches(pattern, name)]
     if what == "target" and other and pattern not in GROUPS and not where:
         return (
             f"target {pattern!r} fits only modules that cannot be adapted, such as {other[0]}: "

@@ -171,7 +171,7 @@ class FactorWatch:
     def _watch_factor(self, name: str, half: str, weight: nn.Parameter, packed: bool) -> None:
         rows = len(weight) if packed else 1
         nothing = torch.zeros(rows, dtype=torch.bool, device=weight.device)
-        before = _checksum(weight, rows) if half == "B" else nothing
+        before = checksum(weight, rows) if half == "B" else nothing
         factor = _Factor(
             f"{name}.lora_{half}",
             half,
@@ -204,7 +204,7 @@ class FactorWatch:
             had = factor.had_gradient_M
             failed += self._names(factor, due & ~had, "no gradient")
             if factor.half == "B":
-                changed = _checksum(factor.weight, len(had)) != factor.before_M
+                changed = checksum(factor.weight, len(had)) != factor.before_M
                 failed += self._names(factor, due & had & ~changed, "unchanged")
                 untouched += int((~due & factor.adapted_M).sum())
             count += int(due.sum())
@@ -243,8 +243,13 @@ class FactorWatch:
         return [f"{factor.name} of expert {expert} ({what})" for expert in experts]
 
 
-def _checksum(weight: Tensor, rows: int) -> Tensor:
-    """An int64 a row that any changed value changes, but for one chance in 2^64."""
+def checksum(weight: Tensor, rows: int) -> Tensor:
+    """An int64 a row that any changed value changes, but for one chance in 2^64.
+
+    Args:
+        weight: fp32, of any shape that splits into rows.
+        rows: leading parts that get a number each.
+    """
     bits = weight.detach().contiguous().view(rows, -1).view(torch.int32)
     odd = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device) * _MIX
     return torch.stack([(row.long() * odd).sum() for row in bits])

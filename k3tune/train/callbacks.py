@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +16,26 @@ from transformers import (
 )
 
 from k3tune.lora.watch import FactorWatch
+from k3tune.run_log import FILE_NAME, RunLogWriter
 from k3tune.train.metrics import StepClock, sum_over_processes
 from k3tune.train.run_config import git_commit, versions
-from k3tune.run_log import FILE_NAME, RunLogWriter
 
 if TYPE_CHECKING:
     from k3tune.train.resumable import ResumableTrainer
+    from k3tune.train.trainer import K3Trainer
 
 logger = logging.getLogger(__name__)
 
+ROUTER_COUNTS_NAME = "router_counts.json"
+
 
 class RunFiles(TrainerCallback):
-    """Writes ``config.yaml`` before the first step and ``run_log.jsonl`` all along."""
+    """Writes ``config.yaml`` before the first step and ``run_log.jsonl`` all along.
 
-    def __init__(self, trainer: "ResumableTrainer") -> None:
+    With every checkpoint also ``router_counts.json``: rows by layer and expert since the start.
+    """
+
+    def __init__(self, trainer: "K3Trainer") -> None:
         self._trainer = trainer
         self._log: RunLogWriter | None = None
 
@@ -52,6 +59,11 @@ class RunFiles(TrainerCallback):
         }
         self._log.write("run", state.global_step, header)
 
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append a record of another kind; nothing where this process does not write."""
+        if self._log is not None:
+            self._log.write(kind, step, values)
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -68,15 +80,19 @@ class RunFiles(TrainerCallback):
         elif any(name.startswith("eval_") for name in logs):
             self._log.write("eval", state.global_step, logs)
         else:
-            reason = "terminated" if self._trainer.terminated else "finished"
-            self._log.write("end", state.global_step, {"reason": reason, **logs})
+            values = {"reason": self._trainer.end_reason, **logs}
+            self._log.write("end", state.global_step, values)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The log is on the disk as far as the checkpoint goes."""
+        """The log is on the disk as far as the checkpoint goes, router counts beside it."""
         if self._log is not None:
             self._log.sync()
+            # since the process started; k3tune placement reads them
+            counts = self._trainer.router_load.counts()
+            if counts is not None:
+                counts.write(self._trainer.output_dir / ROUTER_COUNTS_NAME)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -149,7 +165,7 @@ class Termination(TrainerCallback):
 class AdapterCheck(TrainerCallback):
     """Fails a run whose factors do not train, by the end of its second step."""
 
-    def __init__(self, trainer: "ResumableTrainer") -> None:
+    def __init__(self, trainer: "K3Trainer") -> None:
         self._trainer = trainer
         self._watch: FactorWatch | None = None
 
@@ -164,7 +180,7 @@ class AdapterCheck(TrainerCallback):
     ) -> None:
         """Check once two steps are done; the scheduler has not moved on yet."""
         if self._watch is not None and self._watch.report is None:
-            self._watch.after_step(self._trainer.optimizer_view.optimizer.param_groups[0]["lr"])
+            self._watch.after_step(self._trainer.step_learning_rate)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

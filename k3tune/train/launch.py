@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from k3tune.errors import K3TuneError
+from k3tune.parallel.failures import failures_end_job
 
 USER_ERROR = 2
 TERMINATED = 128 + 15
@@ -36,11 +37,14 @@ def prepare_launch() -> None:
 def run_recipe(main: Callable[[], int]) -> int:
     """Call a recipe's ``main``; an error a user can cause becomes one sentence.
 
+    In a job of several processes the failure of one ends the others too.
+
     Returns:
         The exit code.
     """
     try:
-        return main()
+        with failures_end_job():
+            return main()
     except K3TuneError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR

@@ -3,9 +3,11 @@
 Shape letters: ``L`` MoE layers, ``E`` experts, ``B`` batch, ``T`` tokens, ``A`` active experts.
 """
 
+import math
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp, all_reduce
 
 from k3tune.model.backbone import K3Model, K3ModelOutput
+from k3tune.parallel.router_counts import RouterCounts
+from k3tune.train.optimizer_state import group_label
 
 PHASES = ("data", "forward_backward", "optimizer")
 
@@ -22,10 +26,11 @@ PHASES = ("data", "forward_backward", "optimizer")
 class StepClock:
     """Seconds of a step's phases; a GPU is waited for at every edge."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, phases: tuple[str, ...] = PHASES) -> None:
         self._device = device
+        self._phases = phases
         self._running: tuple[str, float] | None = None
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys(phases, 0.0)
         self.steps = 0
 
     @contextmanager
@@ -57,7 +62,7 @@ class StepClock:
     def take(self) -> tuple[dict[str, float], int]:
         """Seconds by phase and steps since the last call."""
         taken = self.seconds, self.steps
-        self.seconds, self.steps = dict.fromkeys(PHASES, 0.0), 0
+        self.seconds, self.steps = dict.fromkeys(self._phases, 0.0), 0
         return taken
 
     def _now(self) -> float:
@@ -77,6 +82,7 @@ class RouterLoad:
         self._layers = tuple(backbone.architecture.moe_layers)
         self._num_experts = backbone.architecture.num_experts
         self._counts_LE: Tensor | None = None
+        self._taken_LE = torch.zeros(len(self._layers), self._num_experts, dtype=torch.int64)
         self._hooks = (
             backbone.register_forward_pre_hook(self._ask, with_kwargs=True),
             backbone.register_forward_hook(self._count, with_kwargs=True),
@@ -96,9 +102,17 @@ class RouterLoad:
             return {}
         counts_LE = sum_over_processes(self._counts_LE)
         self._counts_LE = None
+        self._taken_LE += counts_LE.cpu()
         mean_L = counts_LE.double().mean(dim=1)
         load_L = counts_LE.amax(dim=1) / mean_L
         return dict(zip(self._layers, load_L.tolist(), strict=True))
+
+    def counts(self) -> RouterCounts | None:
+        """What was taken so far, of all processes; None where nothing was."""
+        if not self._taken_LE.any():
+            return None
+        rows = zip(self._layers, self._taken_LE.numpy(), strict=True)
+        return RouterCounts(self._num_experts, {layer: row.copy() for layer, row in rows})
 
     def _ask(
         self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,7 +149,8 @@ class GradientNorms:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, partitioned: bool) -> None:
         self._partitioned = partitioned
-        self._squares: dict[str, Tensor] = {}
+        # by label and first parameter: a target group may be several of the optimizer's
+        self._squares: dict[tuple[str, int], Tensor] = {}
         optimizer.register_step_pre_hook(self._measure)
 
     def take(self, total: float | None) -> dict[str, float]:
@@ -150,15 +165,18 @@ class GradientNorms:
             squares = sum_over_processes(squares)
         whole = squares.sum().sqrt().item()
         scale = total / whole if total is not None and whole > 0 else 1.0
-        norms = (squares.sqrt() * scale).tolist()
-        return dict(zip(self._squares, norms, strict=True))
+        by_label: Counter[str] = Counter()
+        for (label, _), square in zip(self._squares, squares.tolist(), strict=True):
+            by_label[label] += square
+        return {label: math.sqrt(square) * scale for label, square in by_label.items()}
 
     def _measure(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             gradients = [p.grad for p in group["params"] if p.grad is not None]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients))
-                self._squares[group["name"]] = norms.double().square().sum()
+                key = group_label(group), id(group["params"][0])
+                self._squares[key] = norms.double().square().sum()
 
 
 def sum_over_processes(tensor: Tensor) -> Tensor:

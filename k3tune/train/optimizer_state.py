@@ -4,7 +4,7 @@ Under ZeRO a process's optimizer sees one flat FP32 partition a parameter group;
 which parameter lies where, DeepSpeed 0.19 notes at each parameter (``_hp_mapping``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from k3tune.errors import CheckpointError
+from k3tune.parallel.gather import FactorRows
 from k3tune.train.state import read_json, write_json
 
 INDEX_NAME = "optimizer.json"
@@ -29,11 +30,22 @@ class OptimizerView(NamedTuple):
         optimizer: the torch optimizer whose ``step`` runs; every group has a ``name``.
         parameters: name -> parameter.
         zero: DeepSpeed's ZeRO optimizer around it, if there is one.
+        rows: under expert parallelism, which parameters hold rows of some experts.
     """
 
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, nn.Parameter]
     zero: Any = None
+    rows: FactorRows | None = None
+
+
+def group_label(group: Mapping[str, Any]) -> str:
+    """The target group of a parameter group, which may be one of several of it.
+
+    Under expert parallelism DeepSpeed takes ``name`` for its own.
+    """
+    label: str = group.get("target", group["name"])
+    return label
 
 
 class NamedState(NamedTuple):
@@ -77,7 +89,7 @@ def save_optimizer(view: OptimizerView, folder: Path, *, writes: bool) -> None:
     if writes:
         flush()
         groups = {
-            group["name"]: {field: group[field] for field in _GROUP_FIELDS if field in group}
+            group_label(group): {field: group[field] for field in _GROUP_FIELDS if field in group}
             for group in view.optimizer.param_groups
         }
         index = {
@@ -109,10 +121,10 @@ def load_optimizer(view: OptimizerView, folder: Path) -> None:
             "only: resume with the same LoRA options"
         )
     with _StateReader(folder, index["files"]) as reader:
-        states = {name: reader.state(name, numbers[name]) for name in numbers}
+        states = {name: reader.state(name, numbers[name], view) for name in numbers}
         content = view.optimizer.state_dict()
         for group in content["param_groups"]:
-            group.update(index["groups"].get(group["name"], {}))
+            group.update(index["groups"].get(group_label(group), {}))
         order = [p for group in view.optimizer.param_groups for p in group["params"]]
         if view.zero is None:
             names = {id(parameter): name for name, parameter in view.parameters.items()}
@@ -127,6 +139,20 @@ def load_optimizer(view: OptimizerView, folder: Path) -> None:
         view.optimizer.load_state_dict(content)
 
 
+def fit_schedule(state: Mapping[str, Any], num_groups: int) -> dict[str, Any]:
+    """A scheduler's state for a run with another number of parameter groups.
+
+    Their number depends on how experts are spread; all groups have one schedule.
+    """
+    fitted = dict(state)
+    for name in ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs"):
+        values = state.get(name)
+        if isinstance(values, list) and len(values) != num_groups:
+            assert all(value == values[0] for value in values), f"{name=} {values=}"
+            fitted[name] = values[:1] * num_groups
+    return fitted
+
+
 def refresh_master(view: OptimizerView, name: str) -> None:
     """Make ZeRO's FP32 partition equal to a parameter that was changed in place."""
     if view.zero is not None:
@@ -136,8 +162,24 @@ def refresh_master(view: OptimizerView, name: str) -> None:
         safe_set_full_fp32_param(parameter, parameter.data)
 
 
+def read_rows(file: Any, key: str, rows: Sequence[int] | None) -> Tensor:
+    """Some rows of a tensor in an open safetensors file, or (None) all of it."""
+    if rows is None:
+        tensor: Tensor = file.get_tensor(key)
+        return tensor
+    stored = file.get_slice(key)
+    first, count = rows[0], len(rows)
+    if list(rows) == list(range(first, first + count)):
+        part: Tensor = stored[first : first + count]
+        return part
+    return torch.cat([stored[row : row + 1] for row in rows])
+
+
 def _states(view: OptimizerView) -> Iterator[NamedState]:
-    """State of every parameter, gathered; in one order on all processes."""
+    """State of every parameter, gathered, in one order on all processes; whole where it is written.
+
+    Under expert parallelism a process that does not write gets no tensors.
+    """
     if view.zero is None:
         for name, parameter in view.parameters.items():
             if parameter in view.optimizer.state:
@@ -150,8 +192,15 @@ def _states(view: OptimizerView) -> Iterator[NamedState]:
             continue
         local = _split("", view.optimizer.state[flat])
         for parameter in parameters:
-            tensors = {key: _gather(parameter, part) for key, part in local.tensors.items()}
-            yield NamedState(names[id(parameter)], tensors, local.numbers)
+            name = names[id(parameter)]
+            tensors = {}
+            for key, part in local.tensors.items():
+                whole: Tensor | None = _gather(parameter, part)
+                if view.rows is not None and whole is not None:
+                    whole = view.rows.whole(name, whole)
+                if whole is not None:
+                    tensors[key] = whole
+            yield NamedState(name, tensors, local.numbers)
 
 
 def _gather(parameter: Any, partition: Tensor) -> Tensor:
@@ -210,12 +259,13 @@ class _StateReader(ExitStack):
             self._keys.setdefault(key.rpartition("/")[0], []).append(key)
         self._open: dict[str, Any] = {}
 
-    def state(self, name: str, numbers: dict[str, float]) -> NamedState:
+    def state(self, name: str, numbers: dict[str, float], view: OptimizerView) -> NamedState:
+        held = None if view.rows is None else view.rows.held(name)
         tensors = {}
         for key in self._keys.get(name, []):
             file = self.files[key]
             if file not in self._open:
                 opened = safe_open(self.folder / file, framework="pt")
                 self._open[file] = self.enter_context(opened)
-            tensors[key.rpartition("/")[2]] = self._open[file].get_tensor(key)
+            tensors[key.rpartition("/")[2]] = read_rows(self._open[file], key, held)
         return NamedState(name, tensors, numbers)

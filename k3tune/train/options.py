@@ -1,11 +1,12 @@
 """A recipe's YAML and flags, parsed by TRL's parser, with what it would let pass refused."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
 from trl import SFTConfig, TrlParser
 
 from k3tune.errors import ConfigError
@@ -74,7 +75,26 @@ def parse_options(parser: TrlParser, argv: Sequence[str] | None = None) -> tuple
 
 
 def check_training(args: SFTConfig) -> None:
-    """Refuse what TRL or transformers allow and K3, or a run that must resume, does not.
+    """Refuse what TRL's SFT or transformers allow and K3, or a run that must resume, does not.
+
+    Raises:
+        ConfigError: naming the option, its value and the reason.
+    """
+    check_trainer(args, _UNREAD)
+    if args.dataset_kwargs not in (None, TOKENISED):
+        raise ConfigError(
+            f"dataset_kwargs is {args.dataset_kwargs!r}, expected None: samples come tokenised"
+        )
+    if args.max_length is None:
+        raise ConfigError("max_length is None, expected the longest sample or row in tokens")
+
+
+def check_trainer(args: TrainingArguments, unread: Mapping[str, str]) -> None:
+    """Refuse what no trainer of K3 can have.
+
+    Args:
+        args: of one of TRL's trainers.
+        unread: options that would not be read, and why; they must be at their defaults.
 
     Raises:
         ConfigError: naming the option, its value and the reason.
@@ -82,8 +102,8 @@ def check_training(args: SFTConfig) -> None:
     for name, reason in _REFUSED.items():
         if value := getattr(args, name):
             raise ConfigError(f"{name} is {value!r}, {reason}")
-    defaults = {field.name: field.default for field in fields(SFTConfig)}
-    for name, reason in _UNREAD.items():
+    defaults = {field.name: field.default for field in fields(args)}
+    for name, reason in unread.items():
         if getattr(args, name) != defaults[name]:
             raise ConfigError(
                 f"{name} is {getattr(args, name)!r}, which would not be read: {reason}; leave it "
@@ -92,7 +112,6 @@ def check_training(args: SFTConfig) -> None:
     launcher: Any = args.accelerator_config
     needed = {
         "mixed_precision": (args.mixed_precision, ("no",), f"as for bf16, {AUTOCAST_REASON}"),
-        "dataset_kwargs": (args.dataset_kwargs, (None, TOKENISED), "samples come tokenised"),
         "average_tokens_across_devices": (
             args.average_tokens_across_devices,
             (True,),
@@ -107,8 +126,6 @@ def check_training(args: SFTConfig) -> None:
     for name, (value, expected, reason) in needed.items():
         if value not in expected:
             raise ConfigError(f"{name} is {value!r}, expected {expected[0]!r}: {reason}")
-    if args.max_length is None:
-        raise ConfigError("max_length is None, expected the longest sample or row in tokens")
 
 
 def _check_file(words: list[str]) -> None:

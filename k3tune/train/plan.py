@@ -3,155 +3,158 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from transformers import TrainingArguments
 from trl import SFTConfig
 
-from k3tune.arguments import LoraArguments, ModelArguments
+from k3tune.arguments import LoraArguments, ModelArguments, ParallelArguments
 from k3tune.lora import LoraSpec
 from k3tune.lora.keys import parse_key
 from k3tune.lora.read import read_adapter
-from k3tune.lora.targets import adaptable_modules, choose_modules, group_of
-from k3tune.model import K3ForCausalLM
-from k3tune.model.checkpoint import model_config
-from k3tune.model.latent_moe import PackedProjection
+from k3tune.lora.targets import group_of
+from k3tune.parallel.expert_parallel import choose_shards
+from k3tune.plan.adapter import AdapterSize, adapter_size
+from k3tune.plan.layout import Layout, trunk_group
+from k3tune.plan.memory import bytes_of_rank
+from k3tune.plan.render import memory_lines
+from k3tune.plan.sizes import base_bytes
 from k3tune.published.architecture import Architecture, parse_config, read_config
 from k3tune.published.hub import resolve_checkpoint
-from k3tune.published.tensor_table import text_tensors
 from k3tune.train.options import check_training
 from k3tune.train.run_config import RunConfig
 
-_BYTES = {"U8": 1, "F32": 4}
-_TRUNK_BYTES = {"bfloat16": 2, "float32": 4}
-_FACTOR_BYTES = 4
-# AdamW holds two moments beside the factors
-_OPTIMIZER_BYTES = 8
-_MOE_SCRATCH_BYTES = 64 << 20
-# TRL's fused head works on tiles of so many tokens and so much of the vocabulary
-_HEAD_TOKENS, _HEAD_VOCAB = 4096, 32768
+# Of a node, where no launcher says how many of its processes there are.
+_PROCESSES_PER_NODE = 8
 
 
 def describe_run(
-    model: ModelArguments, lora: LoraArguments, training: SFTConfig, own: Sequence[Any] = ()
+    model: ModelArguments,
+    lora: LoraArguments,
+    training: SFTConfig,
+    own: Sequence[Any] = (),
+    parallel: ParallelArguments | None = None,
 ) -> str:
     """Resolved config, trainable parameters by group and a memory estimate, for people.
 
     Args:
         model, lora, training: the run's options.
         own: all own dataclasses, for the config; default: ``model`` and ``lora``.
+        parallel: how the base is spread over processes; default: not at all.
 
     Raises:
         ConfigError, AdapterError: if the run could not start with these options.
     """
     check_training(training)
-    architecture = parse_config(read_config(resolve_checkpoint(model.base, weights=False)))
-    counts = trainable_parameters(model, lora, training.seed)
-    total = sum(counts.values())
-    config = RunConfig.resolve(training, own or (model, lora))
-    lines = ["# resolved config", config.text.rstrip(), "", "# trainable parameters (FP32)"]
-    lines += [f"{name}: {count:,}" for name, count in counts.items()]
-    lines += [f"total: {total:,}", "", "# memory of one process, computed, not measured"]
-    memory = memory_bytes(architecture, model, training, total)
-    lines += [f"{name}: {_readable(size)}" for name, size in memory.items()]
-    lines.append(f"total: {_readable(sum(memory.values()))}")
-    return "\n".join(lines)
+    return describe(model, lora, training, training.max_length or 0, own, parallel)
 
 
-def trainable_parameters(model: ModelArguments, lora: LoraArguments, seed: int) -> dict[str, int]:
-    """Factors' elements by target group.
+def describe(
+    model: ModelArguments,
+    lora: LoraArguments,
+    training: TrainingArguments,
+    row_tokens: int,
+    own: Sequence[Any] = (),
+    parallel: ParallelArguments | None = None,
+) -> str:
+    """As :func:`describe_run`, for checked options of any trainer.
 
     Args:
-        model: names the base, of which config.json alone is read.
+        model, lora, training, own, parallel: the run's options.
+        row_tokens: the longest row of a batch.
+    """
+    architecture = parse_config(read_config(resolve_checkpoint(model.base, weights=False)))
+    parallel = parallel or ParallelArguments()
+    # refuses a placement that is not of this base and size
+    choose_shards(architecture, parallel.expert_parallel_size, parallel.expert_placement)
+    adapter = run_adapter(architecture, lora, training.seed)
+    config = RunConfig.resolve(training, own or (model, lora), (parallel,))
+    lines = ["# resolved config", config.text.rstrip(), "", "# trainable parameters (FP32)"]
+    lines += [f"{name}: {count:,}" for name, count in adapter.by_group.items()]
+    lines += [f"total: {adapter.total:,}", "", "# memory of one process, computed, not measured"]
+    layout = run_layout(model, training, row_tokens, parallel)
+    return "\n".join([*lines, *memory_lines(memory_bytes(architecture, adapter, training, layout))])
+
+
+def run_adapter(architecture: Architecture, lora: LoraArguments, seed: int) -> AdapterSize:
+    """Sizes of the adapter a run trains.
+
+    Args:
+        architecture: of the base.
         lora: what to adapt, or an adapter, of whose files the headers are read.
         seed: of the run.
 
     Raises:
-        AdapterError: if a target matches nothing.
+        AdapterError: if a target matches nothing, or the adapter cannot be read.
     """
-    counts: Counter[str] = Counter()
-    if lora.adapter is not None:
-        for key, stored in read_adapter(lora.adapter).tensors.items():
-            counts[group_of(_module_of(key))] += math.prod(stored.shape)
-        return dict(counts)
-    config = model_config(read_config(resolve_checkpoint(model.base, weights=False)))
-    with torch.device("meta"):
-        base = K3ForCausalLM(config)
-    spec = LoraSpec(**lora.spec_fields(seed))
-    modules = adaptable_modules(base)
-    for name, size in choose_modules(spec, base).items():
-        counts[group_of(name)] += _factor_elements(name, modules[name], size.rank, spec.form)
-    return dict(counts)
+    if lora.adapter is None:
+        return adapter_size(architecture, LoraSpec(**lora.spec_fields(seed)))
+    by_group: Counter[str] = Counter()
+    owned = shared = 0
+    ranks: dict[str, int] = {}
+    for key, stored in read_adapter(lora.adapter).tensors.items():
+        factor, numbers = parse_key(key), math.prod(stored.shape)
+        module = key if factor is None else factor.module
+        by_group[group_of(module)] += numbers
+        stacked = len(stored.shape) == 3 and stored.shape[0] > 1
+        if factor is not None and (factor.expert is not None or stacked):
+            owned += numbers
+        else:
+            shared += numbers
+        if factor is not None and factor.half == "A":
+            ranks[module] = max(ranks.get(module, 0), stored.shape[-2])
+    # an adapter may leave experts out: a rank's share is then counted as if it had them evenly
+    each = -(-owned // architecture.num_experts)
+    return AdapterSize(dict(by_group), each, shared, ranks)
+
+
+def run_layout(
+    model: ModelArguments,
+    training: TrainingArguments,
+    row_tokens: int,
+    parallel: ParallelArguments,
+) -> Layout:
+    """How a run is spread, as launched: its processes and ZeRO's stage.
+
+    Outside a launch, expert parallelism counts as many processes as it needs, under ZeRO-1.
+
+    Args:
+        model, training, parallel: the run's options.
+        row_tokens: the longest row of a batch.
+
+    Raises:
+        ConfigError: if the processes cannot be split so.
+    """
+    size = parallel.expert_parallel_size
+    group = int(parallel.trunk_shard) if parallel.trunk_shard.isdecimal() else 1
+    processes = int(os.environ.get("WORLD_SIZE") or math.lcm(size, group))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or min(processes, _PROCESSES_PER_NODE))
+    plugin = training.deepspeed_plugin
+    stage = plugin.zero_stage if plugin else 0
+    return Layout(
+        gpus=processes,
+        gpus_per_node=per_node,
+        expert_parallel_size=size,
+        zero_stage=max(stage, 1) if size > 1 else stage,
+        trunk_ranks=trunk_group(parallel.trunk_shard, processes, per_node),
+        sequence_length=row_tokens,
+        micro_batch=training.per_device_train_batch_size,
+        activation_checkpointing=bool(training.activation_checkpointing),
+        dtype=model.dtype,
+    )
 
 
 def memory_bytes(
-    architecture: Architecture, model: ModelArguments, training: SFTConfig, trainable: int
+    architecture: Architecture, adapter: AdapterSize, training: TrainingArguments, layout: Layout
 ) -> dict[str, int]:
-    """Estimate of what one process holds, by part.
-
-    Left out: what the recomputation of one layer needs at its peak, communication buffers and
-    the allocator's own losses.
+    """Estimate of what one process holds at its peak, by part, and its ``total``.
 
     Args:
         architecture: of the base.
-        model, training: the run's options; ZeRO's stage and the process count as launched.
-        trainable: elements of all factors.
+        adapter: what is trained.
+        training: the run's options; with ``use_cpu`` the plain path is counted, else a GPU's.
+        layout: from :func:`run_layout`.
     """
-    base: Counter[str] = Counter()
-    for spec in text_tensors(architecture).values():
-        elements = spec.least_length or math.prod(spec.shape)
-        width = _BYTES.get(spec.dtype, _TRUNK_BYTES[model.dtype])
-        base["experts, packed" if spec.dtype == "U8" else "trunk"] += elements * width
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    stage = training.deepspeed_plugin.zero_stage if training.deepspeed_plugin else 0
-    tokens = training.per_device_train_batch_size * (training.max_length or 0)
-    width = _TRUNK_BYTES[model.dtype]
-    saved = architecture.num_hidden_layers * tokens * architecture.hidden_size * width
-    head = min(tokens, _HEAD_TOKENS) * min(architecture.vocab_size, _HEAD_VOCAB) * width
-    parts = {
-        "base, experts packed": base["experts, packed"],
-        "base, trunk": base["trunk"],
-        "factors": trainable * _FACTOR_BYTES,
-        "gradients": trainable * _FACTOR_BYTES // (processes if stage == 2 else 1),
-        "optimizer (AdamW)": trainable * _OPTIMIZER_BYTES // (processes if stage else 1),
-        "scratch of the experts' op": _MOE_SCRATCH_BYTES,
-        "tile of logits": head,
-    }
-    if stage:
-        parts["ZeRO's copy of the factors"] = trainable * _FACTOR_BYTES // processes
-    name = (
-        "inputs of checkpointed layers"
-        if training.activation_checkpointing
-        else ("activations, at least (activation_checkpointing is off)")
-    )
-    parts[f"{name}, {tokens:,} tokens"] = saved
-    return parts
-
-
-def _factor_elements(name: str, module: nn.Linear | PackedProjection, rank: int, form: str) -> int:
-    inputs, outputs = module.in_features, module.out_features
-    if not isinstance(module, PackedProjection):
-        return rank * (inputs + outputs)
-    rows_A = rows_B = module.num_experts
-    if form == "shared_outer":
-        # the latent's side: outputs of w2, inputs of w1 and w3
-        if name.endswith(".w2"):
-            rows_B = 1
-        else:
-            rows_A = 1
-    return rank * (rows_A * inputs + rows_B * outputs)
-
-
-def _module_of(key: str) -> str:
-    parsed = parse_key(key)
-    return key if parsed is None else parsed.module
-
-
-def _readable(size: int) -> str:
-    units: Mapping[str, float] = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
-    for unit, scale in units.items():
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} B"
+    base = base_bytes(architecture, layout.dtype)
+    return bytes_of_rank(architecture, base, adapter, layout, fused=not training.use_cpu)

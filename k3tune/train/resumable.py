@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,26 @@ import datasets
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from k3tune.errors import CheckpointError, ConfigError
 from k3tune.lora import adapter_parameters, save_adapter
-from k3tune.lora.fingerprint import base_fingerprint
+from k3tune.lora.fingerprint import base_digests, combine_digests
 from k3tune.lora.inject import DEFAULT_ADAPTER, adapter_layers
 from k3tune.lora.state import Entry, layer_entries, written_slots
+from k3tune.parallel.expert_parallel import expert_parallel_of
+from k3tune.parallel.gather import FactorRows
+from k3tune.parallel.trunk_loading import sharded_trunk, trunk_digests
 from k3tune.train.launch import TERMINATED
 from k3tune.train.metrics import sum_over_processes
 from k3tune.train.optimizer_state import (
     OptimizerView,
+    fit_schedule,
     load_optimizer,
+    read_rows,
     refresh_master,
     save_optimizer,
 )
@@ -102,7 +108,8 @@ class ResumableTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter to ``<output_dir>/adapter``, in FP32, with its provenance."""
         folder = Path(self.output_dir if output_dir is None else output_dir)
-        if self.args.should_save:
+        self._find_fingerprint()
+        if self.args.should_save or self.factor_rows is not None:
             self._save_adapter(folder / ADAPTER_FOLDER)
         self.accelerator.wait_for_everyone()
 
@@ -130,8 +137,14 @@ class ResumableTrainer(Trainer):
         inner = self.optimizer.optimizer
         parameters = flatten(adapter_parameters(self.model))
         if self.is_deepspeed_enabled:
-            return OptimizerView(inner.optimizer, parameters, inner)
+            return OptimizerView(inner.optimizer, parameters, inner, self.factor_rows)
         return OptimizerView(inner, parameters)
+
+    @property
+    def factor_rows(self) -> FactorRows | None:
+        """Under expert parallelism: which factors hold rows of this process's experts only."""
+        parallel = expert_parallel_of(self.model)
+        return None if parallel is None else FactorRows(parallel, self.model, DEFAULT_ADAPTER)
 
     # ---- private hooks of transformers 5.24 and TRL 1.16 ----
 
@@ -142,6 +155,7 @@ class ResumableTrainer(Trainer):
         """The Trainer's is all pickle (optimizer, scheduler, generators, arguments)."""
         step, state = self.state.global_step, self.state
         self.store_flos()
+        self._find_fingerprint()
         ranks = self._gather_json(random_state())
         if state.best_global_step:
             best = checkpoint_path(self.output_dir, state.best_global_step)
@@ -159,6 +173,8 @@ class ResumableTrainer(Trainer):
                 self.output_dir, self.args.save_total_limit, state.best_model_checkpoint
             )
         else:
+            if self.factor_rows is not None:
+                self._save_adapter(Path())
             save_optimizer(self.optimizer_view, Path(), writes=False)
         self.accelerator.wait_for_everyone()
 
@@ -169,13 +185,18 @@ class ResumableTrainer(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Prepare a run as if from the start, then restore adapter, optimizer and scheduler."""
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        parallel = expert_parallel_of(self.model)
+        with nullcontext() if parallel is None else parallel.starting_engine(self.model):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
             self._check_progress(read_json(folder / "run.json"), folder)
             self._restore_adapter(folder)
-            load_optimizer(self.optimizer_view, folder)
-            self.lr_scheduler.load_state_dict(read_json(folder / "scheduler.json"))
+            view = self.optimizer_view
+            load_optimizer(view, folder)
+            schedule = read_json(folder / "scheduler.json")
+            num_groups = len(view.optimizer.param_groups)
+            self.lr_scheduler.load_state_dict(fit_schedule(schedule, num_groups))
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -218,9 +239,6 @@ class ResumableTrainer(Trainer):
         return folder
 
     def _save_adapter(self, folder: Path) -> None:
-        if self._fingerprint is None:
-            # the base never changes: read it once
-            self._fingerprint = base_fingerprint(self.model)
         save_adapter(
             self.model,
             folder,
@@ -228,6 +246,7 @@ class ResumableTrainer(Trainer):
             dtype=torch.float32,
             overwrite=True,
             base_fingerprint=self._fingerprint,
+            gather=self.factor_rows,
             provenance={
                 "step": self.state.global_step,
                 "config_sha256": self.config.sha256,
@@ -236,15 +255,39 @@ class ResumableTrainer(Trainer):
             },
         )
 
+    def _find_fingerprint(self) -> None:
+        """Read the base once, as it never changes: together where processes hold parts of it."""
+        spread = self.factor_rows is not None or sharded_trunk(self.model) is not None
+        if self._fingerprint is None and (spread or self.args.should_save):
+            self._fingerprint = self._base_fingerprint()
+
+    def _base_fingerprint(self) -> str:
+        """Of the whole base, with the digests of experts and trunk that other processes hold."""
+        digests, trunk = base_digests(self.model), sharded_trunk(self.model)
+        if trunk is not None:
+            digests |= trunk_digests(trunk)
+        if self.factor_rows is None:
+            return combine_digests(digests)
+        merged: dict[str, str] = {}
+        for other in self._gather_json(digests):
+            for label, digest in other.items():
+                if merged.setdefault(label, digest) != digest:
+                    raise CheckpointError(
+                        f"{label} of the base differs between processes, expected the same: was "
+                        "it loaded from different files?"
+                    )
+        return combine_digests(merged)
+
     def _restore_adapter(self, folder: Path) -> None:
         entries = _adapter_entries(self.model)
+        rows = self.factor_rows
         adapter = folder / ADAPTER_FOLDER
         found = set()
         for file in sorted(adapter.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():
                     found.add(key)
-                    _copy_entry(entries, key, tensors.get_tensor(key), adapter)
+                    _copy_entry(entries, key, tensors, rows, adapter)
         if missing := sorted(entries.keys() - found):
             raise CheckpointError(
                 f"{adapter} lacks {missing[0]}: resume with the same LoRA options"
@@ -326,21 +369,31 @@ def dataset_sha256(dataset: datasets.Dataset) -> str:
     return hasher.hexdigest()
 
 
-def _adapter_entries(model: nn.Module) -> dict[str, Entry]:
+def _adapter_entries(model: nn.Module) -> dict[str, tuple[str, Entry]]:
+    """Entries of the adapter's file by key, with the names of their factors."""
     entries = {}
     for name, layer in adapter_layers(model, DEFAULT_ADAPTER).items():
         slots = written_slots(layer, name, DEFAULT_ADAPTER, None)
         for entry in layer_entries(layer, DEFAULT_ADAPTER, slots):
-            entries[entry.slot.key] = entry
+            entries[entry.slot.key] = f"{name}.lora_{entry.slot.half}", entry
     return entries
 
 
-def _copy_entry(entries: dict[str, Entry], key: str, value: Tensor, adapter: Path) -> None:
-    entry = entries.get(key)
-    if entry is None or entry.value.shape != value.shape:
-        expected = "none" if entry is None else tuple(entry.value.shape)
+def _copy_entry(
+    entries: dict[str, tuple[str, Entry]],
+    key: str,
+    file: Any,
+    rows: FactorRows | None,
+    adapter: Path,
+) -> None:
+    found = tuple(file.get_slice(key).get_shape())
+    name, entry = entries.get(key, ("", None))
+    expected = None if entry is None else tuple(entry.value.shape)
+    if rows is not None and expected is not None:
+        expected = rows.whole_shape(name, expected)
+    if entry is None or expected != found:
         raise CheckpointError(
-            f"{adapter} holds {key} of shape {tuple(value.shape)}, expected {expected}: resume "
-            "with the same LoRA options"
+            f"{adapter} holds {key} of shape {found}, expected {expected or 'none'}: resume with "
+            "the same LoRA options"
         )
-    entry.value.copy_(value)
+    entry.value.copy_(read_rows(file, key, None if rows is None else rows.held(name)))

@@ -43,6 +43,11 @@ _FIXED_TRAINING = (
     "optim",
     "shuffle_dataset",
     "train_sampling_strategy",
+    "generation_batch_size",
+    "num_generations",
+    "num_iterations",
+    "temperature",
+    "max_completion_length",
 )
 # Where a run lies and how much it says; the run is the same whatever they are.
 _FREE_TRAINING = (
@@ -70,12 +75,15 @@ class RunConfig:
     fixed: frozenset[str]
 
     @classmethod
-    def resolve(cls, training: TrainingArguments, own: Sequence[Any] = ()) -> "RunConfig":
+    def resolve(
+        cls, training: TrainingArguments, own: Sequence[Any] = (), free: Sequence[Any] = ()
+    ) -> "RunConfig":
         """Collect options.
 
         Args:
             training: TRL's arguments.
             own: dataclasses of :mod:`k3tune.arguments` that decide model, adapter and data.
+            free: those whose options a resumed run may change, with a warning.
         """
         # placeholders of secrets are no options
         options = {
@@ -87,6 +95,8 @@ class RunConfig:
         for group in own:
             options |= asdict(group)
             names |= asdict(group).keys()
+        for group in free:
+            options |= asdict(group)
         plain = json.loads(json.dumps(options, default=str))
         return cls(plain, frozenset(names & plain.keys()))
 

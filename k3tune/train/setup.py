@@ -1,21 +1,29 @@
 """From options to what a trainer takes: the adapted model, the tokenizer, the datasets."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import datasets
 import torch
 from torch import nn
-from transformers import IntervalStrategy
+from torch.distributed import ProcessGroup
+from transformers import IntervalStrategy, TrainingArguments
 from trl import SFTConfig
 
-from k3tune.arguments import DataArguments, LoraArguments, ModelArguments
+from k3tune.arguments import DataArguments, LoraArguments, ModelArguments, ParallelArguments
 from k3tune.data import K3Tokenizer, pack
 from k3tune.data.sources import SampleOptions, load_samples
 from k3tune.errors import ConfigError
 from k3tune.lora import LoraSpec, attach_lora, load_adapter
 from k3tune.model import load_base
+from k3tune.parallel.dispatch import DispatchOptions
+from k3tune.parallel.expert_parallel import ExpertParallel, check_zero, choose_shards
+from k3tune.parallel.groups import check_world
+from k3tune.parallel.trunk_loading import load_sharded_base, trunk_group
+from k3tune.published.architecture import Architecture, parse_config, read_config
+from k3tune.published.hub import resolve_checkpoint
 from k3tune.train.options import check_training
 
 logger = logging.getLogger(__name__)
@@ -23,19 +31,87 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def build_model(model: ModelArguments, lora: LoraArguments, training: SFTConfig) -> nn.Module:
-    """Load the frozen base onto this process's device and attach the adapter to train.
+def build_model(
+    model: ModelArguments,
+    lora: LoraArguments,
+    training: TrainingArguments,
+    parallel: ParallelArguments | None = None,
+) -> nn.Module:
+    """Load the frozen base, or this process's part of it, and attach the adapter to train.
 
     Raises:
         ConfigError, CheckpointError, AdapterError: if base or adapter cannot be had as asked.
     """
-    base = load_base(
-        model.base, dtype=DTYPES[model.dtype], device=training.device, kernels=model.kernels
+    parallel = parallel or ParallelArguments()
+    architecture = parse_config(read_config(resolve_checkpoint(model.base, weights=False)))
+    experts = start_expert_parallel(architecture, training, parallel)
+    group = start_trunk_shards(training, parallel)
+    load = load_base if group is None else partial(load_sharded_base, group=group)
+    base = load(
+        model.base,
+        dtype=DTYPES[model.dtype],
+        device=training.device,
+        kernels=model.kernels,
+        experts=None if experts is None else experts.experts(architecture.moe_layers),
     )
     if lora.adapter is not None:
         logger.warning("going on with the adapter %s: lora_* options are not used", lora.adapter)
-        return load_adapter(base, lora.adapter, trainable=True)
-    return attach_lora(base, LoraSpec(**lora.spec_fields(training.seed)))
+        adapted = load_adapter(base, lora.adapter, trainable=True)
+    else:
+        adapted = attach_lora(base, LoraSpec(**lora.spec_fields(training.seed)))
+    if experts is not None:
+        experts.attach(adapted)
+    return adapted
+
+
+def start_expert_parallel(
+    architecture: Architecture, training: TrainingArguments, options: ParallelArguments
+) -> ExpertParallel | None:
+    """Make the groups of processes that share experts; None for a run without.
+
+    Raises:
+        ConfigError: if this launch cannot be expert parallel so.
+    """
+    size = options.expert_parallel_size
+    if size == 1:
+        return None
+    check_world(size)
+    plugin = training.deepspeed_plugin
+    if plugin is None:
+        raise ConfigError(
+            f"expert_parallel_size is {size} and this launch does not use DeepSpeed, expected it: "
+            "plain DDP would average the gradients of different experts; launch with accelerate "
+            "and a config file of distributed_type DEEPSPEED"
+        )
+    check_zero(plugin.zero_stage, size)
+    shards = choose_shards(architecture, size, options.expert_placement)
+    travel = DispatchOptions(deduplicate=options.deduplicate_dispatch, mxfp8=options.mxfp8_dispatch)
+    return ExpertParallel(shards, travel)
+
+
+def start_trunk_shards(
+    training: TrainingArguments, options: ParallelArguments
+) -> ProcessGroup | None:
+    """Make the group of processes over which the trunk is spread; None where each has it whole.
+
+    Raises:
+        ConfigError: if this launch has no such groups, or the run would keep all it gathers.
+    """
+    group = trunk_group(options.trunk_shard)
+    if group is None:
+        if options.trunk_shard != "none":
+            logger.warning(
+                "trunk_shard is %s, which is this process alone: the trunk stays whole",
+                options.trunk_shard,
+            )
+        return None
+    if not training.activation_checkpointing:
+        raise ConfigError(
+            f"trunk_shard is {options.trunk_shard} and activation_checkpointing is off, expected "
+            "on: autograd would hold the gathered weights of every layer until its backward, more "
+            "than a whole trunk"
+        )
+    return group
 
 
 def load_tokenizer(model: ModelArguments) -> K3Tokenizer:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from closeness import relative_l2
 from k3tune.lora import adapter_state, load_adapter
 from k3tune.model import load_base
-from k3tune.train.launch import TERMINATED, USER_ERROR
 from k3tune.run_log import read_run_log
+from k3tune.train.launch import TERMINATED, USER_ERROR
 
 
 def losses(output_dir):
@@ -64,7 +64,10 @@ def test_the_command_line_trains_to_the_golden_losses(start, flags, golden, tmp_
     torch.testing.assert_close(found, expected, rtol=golden["rtol"], atol=0)
 
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {*("adapter", "checkpoint-4", "checkpoint-6", "config.yaml", "run_log.jsonl")}
+    assert written == {
+        *("adapter", "checkpoint-4", "checkpoint-6", "config.yaml", "run_log.jsonl"),
+        "router_counts.json",
+    }
     model = load_adapter(load_base(base_of(flags), dtype=torch.float32), tmp_path / "adapter")
     state, last = (
         adapter_state(model),

@@ -13,6 +13,7 @@ from trl.trainer import sft_trainer
 
 from k3tune.train import K3SFTTrainer
 from k3tune.train.resumable import ResumableTrainer
+from k3tune.train.trainer import K3Trainer
 
 PRIVATE_OVERRIDES = {
     "_send_telemetry": [],
@@ -39,7 +40,7 @@ def test_each_private_hook_still_has_its_parameters(name):
 
 def test_no_other_private_method_is_overridden():
     inherited = set(dir(SFTTrainer))
-    ours = {name for kind in (ResumableTrainer, K3SFTTrainer) for name in vars(kind)}
+    ours = {name for kind in (ResumableTrainer, K3Trainer, K3SFTTrainer) for name in vars(kind)}
     private = {name for name in ours & inherited if name[0] == "_" and name[1] != "_"}
     assert private == set(PRIVATE_OVERRIDES)
 

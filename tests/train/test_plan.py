@@ -8,12 +8,12 @@ import pytest
 import torch
 from trl import SFTConfig
 
-from k3tune.arguments import LoraArguments, ModelArguments
+from k3tune.arguments import LoraArguments, ModelArguments, ParallelArguments
 from k3tune.errors import AdapterError, ConfigError
 from k3tune.lora import adapter_parameters, save_adapter
 from k3tune.published.architecture import parse_config, read_config
 from k3tune.train import describe_run
-from k3tune.train.plan import memory_bytes, trainable_parameters
+from k3tune.train.plan import memory_bytes, run_adapter, run_layout
 from tiny_run import COMMON, adapted
 
 GROUPS = ["attention", "latent", "experts", "shared_experts", "dense"]
@@ -38,15 +38,24 @@ def test_trainable_parameters_are_those_of_the_attached_adapter(base_folder, con
         lora_targets=GROUPS, lora_rank=2, lora_form=form, lora_rank_pattern={"o_proj": 5}
     )
     expected = adapted(base_folder, form=form, rank_pattern={"o_proj": 5})
-    found = trainable_parameters(ModelArguments(str(config_only)), options, seed=0)
-    assert found == counts(expected)
+    found = run_adapter(parse_config(read_config(config_only)), options, seed=0)
+    assert found.by_group == counts(expected)
 
 
 def test_an_adapters_parameters_are_counted_from_its_files(base_folder, config_only, tmp_path):
     model = adapted(base_folder)
     folder = save_adapter(model, tmp_path / "adapter")
     options = LoraArguments(adapter=str(folder))
-    assert trainable_parameters(ModelArguments(str(config_only)), options, 0) == counts(model)
+    architecture = parse_config(read_config(config_only))
+    found = run_adapter(architecture, options, 0)
+    assert found.by_group == counts(model)
+    # as from the options it was made with
+    expected = run_adapter(architecture, LoraArguments(lora_targets=GROUPS, lora_rank=2), 0)
+    assert (found.each, found.shared, found.ranks) == (
+        expected.each,
+        expected.shared,
+        expected.ranks,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -54,10 +63,34 @@ def test_the_base_is_estimated_to_the_byte(base_folder, config_only, tmp_path, d
     model = adapted(base_folder, dtype=getattr(torch, dtype))
     held = sum(p.nbytes for name, p in model.named_parameters() if "lora" not in name)
     architecture = parse_config(read_config(config_only))
+    training = SFTConfig(str(tmp_path), **COMMON)
     options = ModelArguments(str(config_only), dtype=dtype)
-    parts = memory_bytes(architecture, options, SFTConfig(str(tmp_path), **COMMON), 100)
-    assert parts["base, experts packed"] + parts["base, trunk"] == held
-    assert (parts["factors"], parts["gradients"], parts["optimizer (AdamW)"]) == (400, 400, 800)
+    layout = run_layout(options, training, 64, ParallelArguments())
+    adapter = run_adapter(architecture, LoraArguments(lora_targets=GROUPS, lora_rank=2), 0)
+    parts = memory_bytes(architecture, adapter, training, layout)
+    assert parts["packed_experts"] + parts["trunk"] == held
+    assert parts["adapter"] == 4 * sum(counts(model).values())
+    assert layout.tokens == 4 * 64
+
+
+@pytest.mark.parametrize("trunk_shard", ["none", "node", "2"])
+def test_a_run_to_be_spread_is_estimated_for_one_of_its_processes(
+    config_only, tmp_path, monkeypatch, trunk_shard
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    architecture = parse_config(read_config(config_only))
+    training = SFTConfig(str(tmp_path), **COMMON)
+    parallel = ParallelArguments(expert_parallel_size=2, trunk_shard=trunk_shard)
+    layout = run_layout(ModelArguments(str(config_only)), training, 64, parallel)
+    assert (layout.gpus, layout.zero_stage) == (2, 1)
+    assert layout.trunk_ranks == (1 if trunk_shard == "none" else 2)
+    adapter = run_adapter(architecture, LoraArguments(lora_targets=["experts"], lora_rank=2), 0)
+    parts = memory_bytes(architecture, adapter, training, layout)
+    alone = run_layout(ModelArguments(str(config_only)), training, 64, ParallelArguments())
+    whole = memory_bytes(architecture, adapter, training, alone)
+    assert 2 * parts["packed_experts"] == whole["packed_experts"]
+    assert 2 * parts["adapter"] == whole["adapter"]
+    assert (parts["trunk"] < whole["trunk"]) == (trunk_shard != "none")
 
 
 def test_a_dry_run_says_config_parameters_and_memory(config_only, tmp_path):
@@ -69,7 +102,7 @@ def test_a_dry_run_says_config_parameters_and_memory(config_only, tmp_path):
     assert "lora_rank: 2\n" in text and "max_length: 64\n" in text
     for group in GROUPS:
         assert re.search(rf"^{group}: [\d,]+$", text, re.MULTILINE)
-    assert re.search(r"^total: \d.* MB$", text, re.MULTILINE)
+    assert re.search(r"^total +\d.* MB$", text, re.MULTILINE)
     assert "computed, not measured" in text
 
 
@@ -82,10 +115,9 @@ def test_a_dry_run_refuses_what_the_run_would(config_only, tmp_path):
         describe_run(model, LoraArguments(), SFTConfig(str(tmp_path), **{**COMMON, "bf16": True}))
 
 
-def test_the_published_sizes_need_no_weights(repository, tmp_path):
+def test_the_published_sizes_need_no_weights(repository):
     config = json.loads((repository / "tests/fixtures/published_config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
     options = LoraArguments(lora_targets=["experts"], lora_rank=1, lora_form="shared_outer")
-    found = trainable_parameters(ModelArguments(str(tmp_path)), options, 0)
+    found = run_adapter(parse_config(config), options, 0)
     layer = 2 * (3584 + 896 * 3072) + 896 * 3072 + 3584
-    assert found == {"experts": 92 * layer}
+    assert found.by_group == {"experts": 92 * layer}

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from k3tune.errors import CheckpointError, ConfigError
 from k3tune.lora import adapter_state
-from k3tune.train.launch import TERMINATED
 from k3tune.run_log import read_run_log
+from k3tune.train.launch import TERMINATED
 from tiny_run import adapted, make_trainer, rows
 
 RUN = {
@@ -142,6 +142,7 @@ def test_files_are_safetensors_and_json_and_no_pickle_is_made_or_read(
     assert written == {".safetensors", ".json"}
     assert {file.name for file in files if file.parent == tmp_path} == {
         "config.yaml",
+        "router_counts.json",
         "run_log.jsonl",
     }
 

@@ -8,9 +8,9 @@ import yaml
 from transformers import TrainerCallback, trainer
 
 from k3tune.data import pack
-from k3tune.train import sft
-from k3tune.train.metrics import RouterLoad, StepClock
 from k3tune.run_log import read_run_log
+from k3tune.train import trainer as k3_trainer
+from k3tune.train.metrics import RouterLoad, StepClock
 from tiny_run import adapted, make_trainer, rows
 
 TRAIN_FIELDS = {
@@ -181,7 +181,7 @@ def test_the_clock_gives_each_phase_its_own_time():
 def test_tensorboard_is_on_where_it_is_installed(
     base_folder, tmp_path, monkeypatch, caplog, installed
 ):
-    monkeypatch.setattr(sft, "is_tensorboard_available", lambda: installed)
+    monkeypatch.setattr(k3_trainer, "is_tensorboard_available", lambda: installed)
     monkeypatch.setattr(trainer, "get_reporting_integration_callbacks", lambda names: [])
     run = make_trainer(base_folder, tmp_path, report_to="tensorboard")
     assert run.args.report_to == (["tensorboard"] if installed else [])

@@ -10,14 +10,20 @@ from trl import SFTConfig, TrlParser
 
 from checkpoints import ODD_SHAPES, build_checkpoint
 from closeness import relative_l2
-from k3tune.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments
+from k3tune.arguments import (
+    DataArguments,
+    LoraArguments,
+    ModelArguments,
+    ParallelArguments,
+    RunArguments,
+)
 from k3tune.errors import ConfigError
 from k3tune.lora.fingerprint import base_fingerprint
 from k3tune.model import load_base
 from k3tune.model.latent_moe import Router
 from k3tune.train import K3SFTTrainer, build_datasets, build_model, load_tokenizer, parse_options
 from k3tune.train.setup import DTYPES
-from k3tune.train.sft import check_deepspeed
+from k3tune.train.trainer import check_deepspeed
 from tiny_run import adapted, add_tokenizer, make_trainer, rows
 
 F32_NAMES = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -25,6 +31,7 @@ F32_NAMES = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_corr
 SMALL = [
     *("--max_steps", "1", "--gradient_accumulation_steps", "1", "--thinking_effort", "none"),
     *("--save_strategy", "no", "--use_cpu", "true", "--disable_tqdm", "true"),
+    *("--expert_parallel_size", "1", "--trunk_shard", "none"),
 ]
 
 
@@ -32,11 +39,12 @@ SMALL = [
 def test_a_step_of_each_shipped_config_keeps_f32_in_f32(
     base_folder, samples_file, repository, tmp_path, name
 ):
-    parser = TrlParser((ModelArguments, LoraArguments, DataArguments, RunArguments, SFTConfig))
+    kinds = (ModelArguments, LoraArguments, DataArguments, ParallelArguments, RunArguments)
+    parser = TrlParser((*kinds, SFTConfig))
     flags = ["--config", str(repository / "recipes" / "configs" / f"{name}.yaml")]
     flags += ["--base", str(base_folder), "--train_path", str(samples_file)]
     flags += ["--output_dir", str(tmp_path), *SMALL]
-    model_options, lora, data, _, training = parse_options(parser, flags)
+    model_options, lora, data, _, _, training = parse_options(parser, flags)
     dtype = DTYPES[model_options.dtype]
     tokenizer = load_tokenizer(model_options)
     model = build_model(model_options, lora, training)
