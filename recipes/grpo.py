@@ -7,6 +7,7 @@ See recipes/README.md for the options, the files a run writes and its exit codes
 """
 
 import sys
+from contextlib import closing
 
 from trl import GRPOConfig, TrlParser
 
@@ -20,7 +21,7 @@ from k3tune.arguments import (
     RolloutArguments,
     RunArguments,
 )
-from k3tune.rl import K3GRPOTrainer, build_engine, build_prompts, build_rewards, describe_grpo
+from k3tune.rl import build_engine, build_prompts, build_rewards, describe_grpo, trainer_class
 from k3tune.train import build_model, load_tokenizer, parse_options, prepare_launch, run_recipe
 
 OPTIONS = (
@@ -55,25 +56,25 @@ def main() -> int:
     rewards = build_rewards(reward)
     train_dataset, eval_dataset = build_prompts(prompts, tokenizer)
     model = build_model(model_options, lora, training, parallel)
-    trainer = K3GRPOTrainer(
-        model,
-        training,
-        train_dataset,
-        eval_dataset,
-        engine=build_engine(rollout, model, training.output_dir),
-        rewards=rewards,
-        processing_class=tokenizer,
-        rollout=rollout,
-        monitor=monitor,
-        thinking=prompts.thinking,
-        options=(model_options, lora, prompts, reward),
-        free_options=(parallel,),
-    )
-
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or True)
-    if not trainer.terminated:
-        trainer.save_model()
-    return trainer.exit_code
+    with closing(build_engine(rollout, model, training.output_dir)) as engine:
+        trainer = trainer_class(rollout)(
+            model,
+            training,
+            train_dataset,
+            eval_dataset,
+            engine=engine,
+            rewards=rewards,
+            processing_class=tokenizer,
+            rollout=rollout,
+            monitor=monitor,
+            thinking=prompts.thinking,
+            options=(model_options, lora, prompts, reward),
+            free_options=(parallel,),
+        )
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or True)
+        if not trainer.terminated:
+            trainer.save_model()
+        return trainer.exit_code
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from k3tune.lora import LoraSpec, adapter_parameters, attach_lora, base_of  # noqa: E402
+from k3tune.lora import LoraSpec, adapter_parameters, attach_lora  # noqa: E402
+from k3tune.lora.inject import base_of  # noqa: E402
 from k3tune.model import load_base  # noqa: E402
 from k3tune.model.latent_moe import RoutedExperts  # noqa: E402
 from k3tune.quant import dequantize  # noqa: E402
@@ -62,9 +63,10 @@ def make_run(
     model: Any = attach_lora(base, LoraSpec(targets=targets, rank=RANK, alpha=2 * RANK))
     model.train()
     if checkpointing:
-        base_of(model).gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(list(adapter_parameters(model).values()), lr=1e-3)
-    ids_BT = torch.randint(0, base_of(model).config.vocab_size, (rows, tokens))
+        base_of(model).activation_checkpointing_enable({"use_reentrant": False})
+    factors = [factor for group in adapter_parameters(model).values() for factor in group.values()]
+    optimizer = torch.optim.AdamW(factors, lr=1e-3)
+    ids_BT = torch.randint(0, base.lm_head.out_features, (rows, tokens))
 
     def step() -> float:
         loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
@@ -82,7 +84,7 @@ def _dequantise(base: nn.Module) -> None:
         for name in ("w1", "w3", "w2"):
             projection = experts.get_submodule(name)
             # not a parameter: the adapter's layer asks the packed ones for its device
-            projection.bank = dequantize(projection.packed, projection.scale, torch.float32)
+            projection.bank = dequantize(projection.packed, projection.scale, dtype=torch.float32)
             for packed in (projection.packed, projection.scale):
                 packed.data = torch.empty(0, dtype=torch.uint8)
         experts.forward = _FloatExperts(experts)

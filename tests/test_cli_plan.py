@@ -165,3 +165,18 @@ def test_help_names_every_option_and_loads_nothing_heavy(run):
     assert status == 0
     for option in ("--gpus", "--gpu ", "--ep", "--zero", "--trunk-shard", "--search", "--json"):
         assert option in out
+
+
+def test_counts_are_held_against_ranks_and_base_and_never_written_over(run, counts_file, tmp_path):
+    before = counts_file.read_bytes()
+    placed = tmp_path / "placed.json"
+    assert run("placement", counts_file, "--ranks", 4, "--out", placed)[0] == 0
+    measured = ("--ep", 8, "--imbalance", counts_file)
+    for arguments, said in (
+        (("placement", counts_file, "--ranks", 4, "--out", counts_file), "it is the input"),
+        (("plan", *measured, "--placement", placed), "is over 4 ranks and --ep is 8"),
+        (("plan", "k3tune/assets/k3-nano", *measured), "expected 32 as in the config"),
+    ):
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+    assert counts_file.read_bytes() == before

@@ -157,3 +157,24 @@ def test_a_hundred_thousand_steps_take_less_than_ten_seconds_and_five_megabytes(
     folder = write_long_run(tmp_path / "run", 100_000)
     assert cpu_seconds_of(["report", folder], 10, repository) < 10
     assert (folder / "report.html").stat().st_size < 5e6
+
+
+@pytest.mark.parametrize("read", ["run_log.jsonl", "config.yaml"])
+def test_a_page_never_takes_the_place_of_what_it_is_made_from(run, tmp_path, read):
+    folder = write_run(tmp_path / "a", sft_records(steps=2))
+    (folder / "config.yaml").write_text("seed: 2026-13-45")
+    before = (folder / read).read_bytes()
+    status, _, err = run("report", folder, "--out", folder / read)
+    assert status == 2 and "it is the input" in err and (folder / read).read_bytes() == before
+    assert run("report", folder, "--json")[0] == 0
+
+
+def test_a_file_that_is_no_log_is_refused_and_an_absurd_number_left_out(run, tmp_path):
+    file = tmp_path / "run_log.jsonl"
+    file.write_bytes(b"\xff\xfe no log, no line")
+    status, _, err = run("report", file)
+    assert status == 2 and "holds no record" in err
+    record = {"schema": 1, "kind": "train", "time": 1.0}
+    rows = [record | {"step": step, "loss": loss} for step, loss in ((1, -1e308), (2, 1e308))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, record | {"step": 10**18}]))
+    assert run("report", file)[0] == 0

@@ -35,6 +35,7 @@ PUBLIC = {
         "build_prompts",
         "build_rewards",
         "describe_grpo",
+        "trainer_class",
     ],
     "k3tune.rl.engines": ["ContinuousSampler", "LocalEngine", "SampledToken"],
     "k3tune.train": [

@@ -27,9 +27,12 @@ def placement(
     Prints how busy ranks are with experts in a row and as placed, and the hottest experts. Adapters
     and the model's answers do not depend on the placement.
     """
+    from k3tune.files import refuse_same_file
     from k3tune.parallel.placement import place_experts, write_placement
     from k3tune.parallel.router_counts import RouterCounts
 
+    if out is not None:
+        refuse_same_file(counts, out)
     measured = RouterCounts.read(counts)
     placed = place_experts(measured, ranks)
     if out is not None:

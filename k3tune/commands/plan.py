@@ -50,15 +50,18 @@ ZeroStage = Annotated[
     ),
 ]
 TrunkShard = Annotated[
-    str, typer.Option(help="Ranks that share what is no expert: none, node, or their number.")
+    str | None,
+    typer.Option(
+        help="Ranks that share what is no expert: none, node, or their number; default node."
+    ),
 ]
 SequenceLength = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Rows of a forward on a rank.")]
 Checkpointing = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--checkpointing/--no-checkpointing",
-        help="Whether a layer's activations are computed again for its backward.",
+        help="Whether a layer's activations are computed again for its backward; default: it is.",
     ),
 ]
 Targets = Annotated[
@@ -87,7 +90,9 @@ Placement = Annotated[
 Search = Annotated[
     bool,
     typer.Option(
-        "--search", help="Find the cheapest layout that fits: fewest devices, then least time."
+        "--search",
+        help="Find the cheapest layout that fits: fewest devices, then least time. It "
+        "chooses --ep, --trunk-shard and --checkpointing where they are not given.",
     ),
 ]
 
@@ -101,10 +106,10 @@ def plan(
     gpus_per_node: GpusPerNode = None,
     ep: ExpertParallelSize = None,
     zero: ZeroStage = None,
-    trunk_shard: TrunkShard = "node",
+    trunk_shard: TrunkShard = None,
     sequence_length: SequenceLength = 2048,
     micro_batch: MicroBatch = 1,
-    checkpointing: Checkpointing = True,
+    checkpointing: Checkpointing = None,
     targets: Targets = "attention,latent,experts,shared_experts",
     form: Form = "shared_outer",
     rank: Rank = 16,
@@ -126,6 +131,7 @@ def plan(
     from k3tune.plan.planning import Wishes
     from k3tune.plan.render import render_plan
 
+    factor, experts = _imbalance(imbalance, placement, ep)
     found = make_plan(
         config,
         gpu=find_hardware(gpu, memory_gb=gpu_memory_gb, bandwidth_gb_per_s=gpu_bandwidth),
@@ -141,14 +147,19 @@ def plan(
             activation_checkpointing=checkpointing,
             dtype=dtype,
         ),
-        imbalance=_imbalance(imbalance, placement, ep),
+        imbalance=factor,
         search=search,
     )
+    if experts not in (None, found.architecture.num_experts):
+        raise ConfigError(
+            f"--imbalance {imbalance} counts {experts} experts a layer, expected "
+            f"{found.architecture.num_experts} as in the config: give counts of the same base"
+        )
     typer.echo(json.dumps(plan_json(found), indent=2) if as_json else render_plan(found))
 
 
-def _imbalance(said: str, placement: Path | None, ranks: int | None) -> float:
-    """A number as it stands, or the expected one of measured counts over so many ranks."""
+def _imbalance(said: str, placement: Path | None, ranks: int | None) -> tuple[float, int | None]:
+    """The number and None, or that of measured counts and the number of experts they count."""
     try:
         number = float(said)
     except ValueError:
@@ -159,7 +170,7 @@ def _imbalance(said: str, placement: Path | None, ranks: int | None) -> float:
                 f"--imbalance is {number:g} and --placement is given, expected a file of router "
                 "counts to judge the placement by: leave one of them out"
             )
-        return number
+        return number, None
     if ranks is None:
         raise ConfigError(
             f"--imbalance is the file {said}, expected --ep too: counts are summed over the ranks "
@@ -170,4 +181,9 @@ def _imbalance(said: str, placement: Path | None, ranks: int | None) -> float:
 
     counts = RouterCounts.read(said)
     shards = counts.contiguous(ranks) if placement is None else read_placement(placement)
-    return counts.imbalance(shards)
+    if shards.num_ranks != ranks:
+        raise ConfigError(
+            f"--placement {placement} is over {shards.num_ranks} ranks and --ep is {ranks}, "
+            "expected the same: make a placement with --ranks of that run"
+        )
+    return counts.imbalance(shards), counts.num_experts

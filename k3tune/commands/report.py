@@ -53,6 +53,8 @@ def report(
     if target is None and not (as_json or as_markdown):
         folder = runs[0] if runs[0].is_dir() else runs[0].parent
         target = folder / _FILE_NAME
+    if target is not None:
+        _refuse_inputs(runs, target)
     while True:
         begun = time.monotonic()
         made = build_report(runs)
@@ -68,6 +70,16 @@ def report(
         # the usual way to stop watching
         except KeyboardInterrupt:
             return
+
+
+def _refuse_inputs(runs: list[Path], target: Path) -> None:
+    """The page takes the place of no file that it is made from."""
+    from k3tune.files import refuse_same_file
+    from k3tune.report.reading import files_of_run
+
+    for run in runs:
+        for read in files_of_run(run):
+            refuse_same_file(read, target)
 
 
 def _write(made: "Report", target: Path, refresh_s: int | None) -> None:

@@ -112,7 +112,7 @@ def _serve(
 ) -> None:
     try:
         from k3tune.serve.limits import Limits
-        from k3tune.serve.run import ServeOptions, run
+        from k3tune.serve.run import ServeOptions, check_address, run
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'k3tune serve needs {error.name}: pip install "k3tune[serve]"'
@@ -122,6 +122,7 @@ def _serve(
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     checked = ServeOptions(**options, limits=Limits(**limits))
+    check_address(checked.host, checked.port)
     tokenizer = None
     architecture = read_architecture(base)
     try:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from k3tune.errors import ConfigError
+from k3tune.files import shown
 
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
@@ -26,6 +27,9 @@ GROUPS: Mapping[str, str] = MappingProxyType(
 
 FORMS = ("per_expert", "shared_outer")
 INITS = ("kaiming", "gaussian")
+
+# Far above the width of any weight; beyond it byte counts leave the range of floats.
+_MOST_RANK = 2**20
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_rank(name: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+    if type(value) is not int or not 1 <= value <= _MOST_RANK:
+        raise ConfigError(
+            f"{name} is {shown(value)}, expected an integer of at least 1 and at most {_MOST_RANK}"
+        )
 
 
 def _check_alpha(name: str, value: Any) -> None:

@@ -1,6 +1,6 @@
 """Factors of experts between the ranks that hold their rows and files that hold them whole."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from k3tune.lora.inject import adapter_layers
 from k3tune.lora.layers import LoraPackedProjection
+from k3tune.lora.state import layer_entries, written_slots
 from k3tune.lora.targets import layer_of
 from k3tune.parallel.expert_parallel import ExpertParallel, own_factors
 
@@ -21,6 +22,7 @@ class FactorRows:
 
     def __init__(self, parallel: ExpertParallel, model: nn.Module, adapter_name: str) -> None:
         self._group, self._shards = parallel.group, parallel.shards
+        self._model, self._adapter_name = model, adapter_name
         self._layers: dict[str, int] = {}
         for name, layer in adapter_layers(model, adapter_name).items():
             if isinstance(layer, LoraPackedProjection):
@@ -70,3 +72,24 @@ class FactorRows:
         for rank, part in enumerate(parts):
             whole[list(self._shards.experts(rank, layer))] = part[: sizes[rank]]
         return whole
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The whole adapter under the keys ``save_adapter`` writes; every process must call it.
+
+        Returns:
+            Key -> fp32 tensor on the CPU where this process writes, else nothing.
+        """
+        state = {}
+        for key, name, value in self._entries():
+            whole = self.whole(name, value)
+            if whole is not None:
+                # one factor at a time: all experts' need not fit on a device
+                state[key] = whole.to("cpu", copy=True)
+        return state
+
+    def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Key in a file, name, and this process's rows of every factor."""
+        for name, layer in adapter_layers(self._model, self._adapter_name).items():
+            slots = written_slots(layer, name, self._adapter_name, None)
+            for entry in layer_entries(layer, self._adapter_name, slots):
+                yield entry.slot.key, f"{name}.lora_{entry.slot.half}", entry.value

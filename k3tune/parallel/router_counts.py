@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from k3tune.errors import ConfigError
 from k3tune.files import path_text, replace_file, shown
-from k3tune.parallel.shards import ExpertShards
+from k3tune.parallel.shards import ExpertShards, is_layer
 from k3tune.published.safetensors_files import read_json
 
 FORMAT = 1
+MOST_ROWS = 2**48
+"""Rows of one expert; the sum over a layer's experts stays an int64."""
 Loads = NDArray[np.int64]
 
 
@@ -84,9 +86,14 @@ class RouterCounts:
         if type(experts) is not int:
             raise ConfigError(f"{path_text(file)}: num_experts is {shown(experts)}, {wanted}")
         for layer, row in content["counts"].items():
-            whole = isinstance(row, list) and all(type(count) is int for count in row)
-            if not whole or not layer.isdecimal():
-                raise ConfigError(f"{path_text(file)} holds {shown(row)} at {layer!r}, {wanted}")
+            whole = isinstance(row, list) and all(
+                type(count) is int and abs(count) <= MOST_ROWS for count in row
+            )
+            if not whole or not is_layer(layer):
+                raise ConfigError(
+                    f"{path_text(file)} holds {shown(row)} at {shown(layer)}, {wanted}, counts up "
+                    f"to {MOST_ROWS}"
+                )
             layers[int(layer)] = np.array(row, dtype=np.int64)
         try:
             return cls(experts, dict(sorted(layers.items())))

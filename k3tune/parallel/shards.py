@@ -5,6 +5,7 @@ run, the placement search, the planner and the simulation all count with these f
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from k3tune.errors import ConfigError
+from k3tune.files import path_text, shown
 from k3tune.published.architecture import GROUP_SIZE, Architecture
 from k3tune.published.safetensors_files import read_json
 
 FORMAT = 1
+# Of a file; one rank more is one entry more in memory.
+_MOST_EXPERTS = 1 << 20
 INDEX_BYTES = 4
 """Bytes of a token's place, which deduplicated rows travel with."""
 COUNT_BYTES = 8
@@ -87,14 +91,21 @@ class ExpertShards:
                 f"a placement of format {content.get('format')!r}, expected {FORMAT}: make it with "
                 "this k3tune"
             )
-        try:
-            placed = {int(layer): tuple(ranks) for layer, ranks in content["ranks"].items()}
-            return cls(int(content["num_experts"]), int(content["num_ranks"]), placed)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"a placement with {', '.join(map(str, content)) or 'nothing'}, expected format, "
-                f"num_experts, num_ranks and ranks by layer ({error!r})"
-            ) from error
+        wanted = "expected format, num_experts, num_ranks and ranks by layer"
+        layers = content.get("ranks")
+        if not isinstance(layers, Mapping):
+            held = ", ".join(map(str, content))
+            raise ConfigError(f"a placement with {path_text(held) or 'nothing'}, {wanted}")
+        sizes: list[Any] = [content.get("num_experts"), content.get("num_ranks")]
+        for size in sizes:
+            if type(size) is not int or size > _MOST_EXPERTS:
+                raise ConfigError(f"a placement of {shown(size)} experts or ranks, {wanted}")
+        for layer, ranks in layers.items():
+            if not is_layer(layer) or not isinstance(ranks, list | tuple):
+                raise ConfigError(f"a placement with {shown(ranks)} at {shown(layer)}, {wanted}")
+        return cls(
+            sizes[0], sizes[1], {int(layer): tuple(ranks) for layer, ranks in layers.items()}
+        )
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertShards":
@@ -107,11 +118,13 @@ class ExpertShards:
         try:
             content = read_json(file.read_bytes(), file, ConfigError)
         except OSError as error:
-            raise ConfigError(f"cannot read the placement {file}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot read the placement {path_text(file)}: {error.strerror}"
+            ) from error
         try:
             return cls.from_json(content)
         except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
+            raise ConfigError(f"{path_text(file)}: {error}") from error
 
     def _check(self, layer: int, ranks: Sequence[int]) -> None:
         if len(ranks) != self.num_experts:
@@ -131,6 +144,11 @@ class ExpertShards:
                 f"layer {layer} places {counts} experts on the ranks, expected "
                 f"{list(self.sizes)}: every rank has room for as many as without a placement"
             )
+
+
+def is_layer(text: Any) -> bool:
+    """Whether a JSON key is a layer's number as it is written: no sign, no leading zero."""
+    return isinstance(text, str) and re.fullmatch("0|[1-9][0-9]{0,5}", text) is not None
 
 
 def expert_bytes(architecture: Architecture) -> int:

@@ -10,6 +10,8 @@ from k3tune.errors import ConfigError
 
 _GB = 1e9
 _TERA = 1e12
+# What a device may be given, in GB: beyond it bytes and seconds leave the range of floats.
+_LEAST, _MOST = 1e-6, 1e9
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def find_hardware(
     """A device of the table, with its memory or bandwidth replaced if asked.
 
     Raises:
-        ConfigError: if the table has no such device, or a figure is not above 0.
+        ConfigError: if the table has no such device, or a figure is out of range.
     """
     table = _table()
     if key not in table:
@@ -96,8 +98,10 @@ def find_hardware(
         if given is None:
             continue
         # a comparison that is false for nan, too
-        if not 0 < given < float("inf"):
-            raise ConfigError(f"{name} is {given}, expected a number of GB above 0")
+        if not _LEAST <= given <= _MOST:
+            raise ConfigError(
+                f"{name} is {given}, expected a number of GB above 0, from {_LEAST:g} to {_MOST:g}"
+            )
         own[field] = round(given * _GB)
     if own:
         own["name"] = f"{device.name} with "

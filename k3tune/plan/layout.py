@@ -4,9 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3tune.errors import ConfigError
+from k3tune.files import shown
 from k3tune.plan.sizes import DTYPE_BYTES
 
 ZERO_STAGES = (0, 1, 2)
+MOST_PER_NODE = 1024
+"""Devices of a node; no fast domain comes near it, and every divisor of it is tried."""
+
+_MOST = 2**31 - 1
+_MOST_DIGITS = 10
 
 _ZERO_3 = (
     "zero_stage is 3, expected 0, 1 or 2: stage 3 would gather the packed experts of every layer "
@@ -45,17 +51,15 @@ class Layout:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        check_count("gpus_per_node", self.gpus_per_node, most=MOST_PER_NODE)
         for name in (
             "gpus",
-            "gpus_per_node",
             "expert_parallel_size",
             "trunk_ranks",
             "sequence_length",
             "micro_batch",
         ):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+            check_count(name, getattr(self, name))
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
         if self.zero_stage == 3:
@@ -91,6 +95,18 @@ class Layout:
         return DTYPE_BYTES[self.dtype]
 
 
+def check_count(name: str, value: Any, most: int = _MOST) -> None:
+    """Refuse anything but an integer from 1 to ``most``: larger ones overflow a float, or loop.
+
+    Raises:
+        ConfigError: naming the option and what it holds.
+    """
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(
+            f"{name} is {shown(value)}, expected an integer of at least 1 and at most {most}"
+        )
+
+
 def trunk_group(trunk_shard: Any, gpus: int, gpus_per_node: int) -> int:
     """Ranks that share the trunk.
 
@@ -106,9 +122,10 @@ def trunk_group(trunk_shard: Any, gpus: int, gpus_per_node: int) -> int:
     if trunk_shard == "node":
         return min(gpus, gpus_per_node)
     text = str(trunk_shard)
-    if isinstance(trunk_shard, bool) or not text.isdecimal() or int(text) < 1:
+    number = len(text) <= _MOST_DIGITS and text.isdecimal()
+    if isinstance(trunk_shard, bool) or not number or int(text) < 1:
         raise ConfigError(
-            f"trunk_shard is {trunk_shard!r}, expected none, node or a number of ranks"
+            f"trunk_shard is {shown(trunk_shard)}, expected none, node or a number of ranks"
         )
     return int(text)
 

@@ -12,7 +12,13 @@ from k3tune.parallel.shards import ExpertShards
 from k3tune.plan.activations import Activations, activations
 from k3tune.plan.adapter import AdapterSize, adapter_size
 from k3tune.plan.hardware import Hardware, find_hardware
-from k3tune.plan.layout import Layout, largest_expert_parallel_size, trunk_group
+from k3tune.plan.layout import (
+    MOST_PER_NODE,
+    Layout,
+    check_count,
+    largest_expert_parallel_size,
+    trunk_group,
+)
 from k3tune.plan.memory import bf16_trainer_bytes, bytes_of_rank
 from k3tune.plan.roofline import StepTime, step_time
 from k3tune.plan.sizes import BaseBytes, base_bytes, count_parameters
@@ -40,19 +46,20 @@ class Wishes:
 
     Attributes:
         expert_parallel_size: None: the most ranks that share the experts evenly.
-        trunk_shard: ``"none"``, ``"node"`` or a number of ranks.
+        trunk_shard: ``"none"``, ``"node"`` or a number of ranks; None: ``"node"``.
         zero_stage: None: 2 on several GPUs, 0 on one.
         gpus_per_node: None: the hardware's.
-        sequence_length, micro_batch, activation_checkpointing, dtype: as in :class:`Layout`.
+        activation_checkpointing: None: on.
+        sequence_length, micro_batch, dtype: as in :class:`Layout`.
     """
 
     expert_parallel_size: int | None = None
-    trunk_shard: str | int = "node"
+    trunk_shard: str | int | None = None
     zero_stage: int | None = None
     gpus_per_node: int | None = None
     sequence_length: int = 2048
     micro_batch: int = 1
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool | None = None
     dtype: str = "bfloat16"
 
     def layout(self, gpus: int, num_experts: int, hardware: Hardware) -> Layout:
@@ -61,21 +68,34 @@ class Wishes:
         Raises:
             ConfigError: if they cannot be split as wished.
         """
-        if type(gpus) is not int or gpus < 1:
-            raise ConfigError(f"gpus is {gpus!r}, expected an integer of at least 1")
-        per_node = self.gpus_per_node or hardware.gpus_per_node
-        size, stage = self.expert_parallel_size, self.zero_stage
+        check_count("gpus", gpus)
+        per_node = self.per_node(hardware)
+        size, stage, shard = self.expert_parallel_size, self.zero_stage, self.trunk_shard
+        if size is None:
+            size = largest_expert_parallel_size(gpus, num_experts)
+        again = self.activation_checkpointing
         return Layout(
             gpus=gpus,
             gpus_per_node=per_node,
-            expert_parallel_size=size or largest_expert_parallel_size(gpus, num_experts),
+            expert_parallel_size=size,
             zero_stage=(2 if gpus > 1 else 0) if stage is None else stage,
-            trunk_ranks=trunk_group(self.trunk_shard, gpus, per_node),
+            trunk_ranks=trunk_group("node" if shard is None else shard, gpus, per_node),
             sequence_length=self.sequence_length,
             micro_batch=self.micro_batch,
-            activation_checkpointing=self.activation_checkpointing,
+            activation_checkpointing=True if again is None else again,
             dtype=self.dtype,
         )
+
+    def per_node(self, hardware: Hardware) -> int:
+        """Devices of a node.
+
+        Raises:
+            ConfigError: if there are none, or absurdly many.
+        """
+        if self.gpus_per_node is None:
+            return hardware.gpus_per_node
+        check_count("gpus_per_node", self.gpus_per_node, most=MOST_PER_NODE)
+        return self.gpus_per_node
 
 
 @dataclass(frozen=True)
@@ -137,14 +157,10 @@ class Planner:
         source: str,
         imbalance: float,
     ) -> None:
-        if isinstance(imbalance, bool) or not 1 <= imbalance < float("inf"):
-            raise ConfigError(
-                f"imbalance is {imbalance!r}, expected a number from 1 on: the busiest rank's rows "
-                "over the mean"
-            )
         self.source, self.lora, self.hardware = source, lora, hardware
-        self.imbalance = float(imbalance)
         self.architecture = parse_config(config)
+        check_imbalance(imbalance, self.architecture.num_experts)
+        self.imbalance = float(imbalance)
         self.parameters = count_parameters(self.architecture, config.get("vision_config"))
         self.adapter = adapter_size(self.architecture, lora)
         self._bases: dict[str, BaseBytes] = {}
@@ -183,7 +199,7 @@ class Planner:
 
     def smallest_fit(self, wishes: Wishes, *, decoded: bool = False) -> int | None:
         """Fewest GPUs that hold the run, or with ``decoded`` one whose experts are BF16."""
-        for gpus in gpu_counts(wishes.gpus_per_node or self.hardware.gpus_per_node):
+        for gpus in gpu_counts(wishes.per_node(self.hardware)):
             try:
                 layout = wishes.layout(gpus, self.architecture.num_experts, self.hardware)
             except ConfigError:
@@ -269,7 +285,7 @@ def plan(
         wishes: how the run is split; None: all its defaults.
         imbalance: rows of the busiest rank over the mean, given or measured.
         search: take the cheapest layout that fits: fewest GPUs first, then the shortest step; the
-            splits that ``wishes`` leave at their defaults are free.
+            splits that ``wishes`` leave open are free.
 
     Raises:
         ConfigError: if the config is not K3's, a figure is unusable, the split is impossible, or
@@ -286,7 +302,21 @@ def plan(
         wishes, layout = cheapest(planner, wishes, gpus)
     else:
         layout = wishes.layout(gpus, planner.architecture.num_experts, hardware)
+        check_imbalance(imbalance, layout.expert_parallel_size)
     return planner.plan(wishes, layout)
+
+
+def check_imbalance(imbalance: float, ranks: int) -> None:
+    """Refuse what no distribution of rows over so many ranks has.
+
+    Raises:
+        ConfigError: if it is below 1, or the busiest rank would have more than all rows.
+    """
+    if isinstance(imbalance, bool) or not 1 <= imbalance <= ranks:
+        raise ConfigError(
+            f"imbalance is {imbalance!r}, expected a number from 1 on and at most {ranks}, the "
+            "ranks that share the experts: the busiest rank's rows over the mean"
+        )
 
 
 def published_config() -> dict[str, Any]:

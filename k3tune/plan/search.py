@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def cheapest(planner: "Planner", wishes: "Wishes", most_gpus: int) -> tuple["Wishes", Layout]:
     """The fewest GPUs that hold the run, and the split of them with the shortest step.
 
-    Free are the expert-parallel size where the wishes leave it open, sharding of the trunk (none,
+    Free is what the wishes leave open of the expert-parallel size, sharding of the trunk (none,
     node, all), and whether activations are computed again.
 
     Args:
@@ -31,8 +31,7 @@ def cheapest(planner: "Planner", wishes: "Wishes", most_gpus: int) -> tuple["Wis
     from k3tune.plan.planning import gpu_counts
 
     hardware = planner.hardware
-    per_node = wishes.gpus_per_node or hardware.gpus_per_node
-    for gpus in gpu_counts(per_node, most_gpus):
+    for gpus in gpu_counts(wishes.per_node(hardware), most_gpus):
         fitting = [
             (planner.step(layout)[1].step_s, number, option, layout)
             for number, (option, layout) in enumerate(_splits(planner, wishes, gpus))
@@ -54,9 +53,13 @@ def _splits(planner: "Planner", wishes: "Wishes", gpus: int) -> Iterator[tuple["
     if wishes.expert_parallel_size is not None:
         sizes = [wishes.expert_parallel_size]
     shards: tuple[str | int, ...] = ("none", "node", gpus)
+    if wishes.trunk_shard is not None:
+        shards = (wishes.trunk_shard,)
+    checkpointing = wishes.activation_checkpointing
+    recomputing = (False, True) if checkpointing is None else (checkpointing,)
     for size in sizes:
         for shard in shards:
-            for again in (False, True):
+            for again in recomputing:
                 option = replace(
                     wishes,
                     expert_parallel_size=size,

@@ -26,6 +26,8 @@ WORST_STEPS = 20
 """Steps whose worst tokens are kept, by the largest |r| in them."""
 
 _LAYER_COLUMNS = 256
+# A step beyond is damage, and no axis could show it.
+_STEPS = 10**12
 _TEXTS = ("verdict", "attribution", "attribution_text", "canary_verdict")
 _DISTRIBUTIONS = ("histogram", "scatter", "by_probability", "by_position", "by_length")
 _CANARY = ("verdict", "engine_moved", "trainer_moved", "difference")
@@ -39,6 +41,7 @@ MISMATCH_FIELDS = (
     *(f"canary_{name}" for name in _CANARY[1:]),
 )
 """Numbers of a mismatch record that the report uses; ``canary_*`` are those of its canary."""
+_BEGINNING = b'{"schema":'
 # A record as RunLogWriter writes it: its kind is known without parsing the rest.
 _WORST = re.compile(rb'\{"schema": ?1, ?"kind": ?"worst", ?"time": ?[-+.\de]+, ?"step": ?(\d+),')
 
@@ -87,9 +90,7 @@ def read_run(path: str | Path) -> Run:
     Raises:
         K3TuneError: if there is no log, or it is none of this version.
     """
-    path = Path(path)
-    if path.is_dir():
-        path /= FILE_NAME
+    path, config, floor = files_of_run(path)
     reader = _Reader()
     try:
         with path.open("rb") as file:
@@ -100,10 +101,22 @@ def read_run(path: str | Path) -> Run:
             f"cannot read the run log {path}: {error.strerror}: name a run's output_dir"
         ) from error
     run = reader.finish(path)
-    run.config = _read_config(path.with_name("config.yaml"), run.notes)
+    run.config = _read_config(config, run.notes)
     if run.floor is None and len(run.mismatch):
-        run.floor = _read_floor(path.with_name("floor.json"), run.notes)
+        run.floor = _read_floor(floor, run.notes)
     return run
+
+
+def files_of_run(path: str | Path) -> tuple[Path, Path, Path]:
+    """The files :func:`read_run` reads: log, options and floor.
+
+    Args:
+        path: a run's folder, or its log.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path /= FILE_NAME
+    return path, path.with_name("config.yaml"), path.with_name("floor.json")
 
 
 def status(run: Run, now: float | None = None) -> tuple[str, str]:
@@ -153,11 +166,13 @@ class _Reader:
         self._abs_max = (-1, 0.0)
         self._records = self._damaged = self._foreign = 0
         self._first_damaged: int | None = None
-        self._cut = False
+        self._cut = self._no_record = False
 
     def take(self, line: bytes, number: int) -> None:
         if not line.endswith(b"\n"):
             self._cut = True
+            # a record may be cut anywhere, what begins otherwise was never one
+            self._no_record = not _BEGINNING.startswith(line[: len(_BEGINNING)])
             return
         if found := _WORST.match(line):
             self._records += 1
@@ -170,7 +185,7 @@ class _Reader:
         kind, step = (
             (record.get("kind"), record.get("step")) if isinstance(record, dict) else (0, 0)
         )
-        if not isinstance(kind, str) or type(step) is not int:
+        if not isinstance(kind, str) or type(step) is not int or not 0 <= step < _STEPS:
             self._damaged += 1
             self._first_damaged = self._first_damaged or number
         elif record.get("schema") != SCHEMA:
@@ -238,7 +253,7 @@ class _Reader:
 
     def finish(self, path: Path) -> Run:
         run = self._run
-        if not self._records and (self._foreign or self._damaged):
+        if not self._records and (self._foreign or self._damaged or self._no_record):
             what = f"schema {SCHEMA}" if self._foreign else "a record a line"
             raise K3TuneError(
                 f"{path} holds no record that can be read, expected {what}: name the output_dir of "
@@ -318,7 +333,8 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         config = yaml.load(path.read_bytes(), loader)
-    except (OSError, yaml.YAMLError) as error:
+    # a date of a 13th month is a ValueError
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read and was left out: {str(error).splitlines()[0]}.")
         return {}
     return config if isinstance(config, dict) else {}

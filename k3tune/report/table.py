@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 # Rows of Python objects that wait for their place in a column: bounds the memory of a long log.
 _BLOCK = 8192
+# What float32 holds; the width of an axis over larger ones leaves the range of floats.
+_LARGEST = 3.5e38
 
 
 class RecordTable:
-    """One row a record; a value that is missing or no number is NaN.
+    """One row a record; a value that is missing, no number, or beyond float32 is NaN.
 
     Args:
         texts: names of the fields that are kept as text.
@@ -59,7 +61,8 @@ class RecordTable:
             kept[:count] &= steps[:count] <= step
         columns: dict[str, Numbers] = {}
         for names, places, values in self._blocks:
-            values[~np.isfinite(values)] = np.nan
+            # a comparison that is false for nan, too
+            values[~(np.abs(values) <= _LARGEST)] = np.nan
             for name, column in zip(names, np.ascontiguousarray(values.T), strict=True):
                 if name not in columns:
                     columns[name] = np.full(len(steps), np.nan)

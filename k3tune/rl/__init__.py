@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from k3tune.rl.plan import describe_grpo
     from k3tune.rl.prompts import build_prompts
     from k3tune.rl.rollout import Rollout, RolloutEngine, Sampling
-    from k3tune.rl.setup import build_engine, build_rewards
+    from k3tune.rl.setup import build_engine, build_rewards, trainer_class
 
 __all__ = [
     "K3GRPOTrainer",
@@ -20,6 +20,7 @@ __all__ = [
     "build_prompts",
     "build_rewards",
     "describe_grpo",
+    "trainer_class",
 ]
 __getattr__, __dir__ = lazy_attributes(
     __name__,
@@ -32,6 +33,7 @@ __getattr__, __dir__ = lazy_attributes(
         "build_prompts": "k3tune.rl.prompts",
         "build_rewards": "k3tune.rl.setup",
         "describe_grpo": "k3tune.rl.plan",
+        "trainer_class": "k3tune.rl.setup",
     },
     subpackages=("engines",),
 )

@@ -22,6 +22,7 @@ from k3tune.arguments import MonitorArguments, RewardArguments, RolloutArguments
 from k3tune.data import K3Tokenizer
 from k3tune.errors import ConfigError, RolloutError
 from k3tune.lora import adapter_parameters
+from k3tune.rl.base_check import check_served_base
 from k3tune.rl.guarded import GuardedReward, RewardError
 from k3tune.rl.hooks import HookedGRPOTrainer, Scored
 from k3tune.rl.numerics import activation_rounding
@@ -257,7 +258,8 @@ class K3GRPOTrainer(K3Trainer, HookedGRPOTrainer):
     # ---- around an optimizer step ----
 
     def begin(self) -> None:
-        """Measure or read the floor, pin the canary, and push an adapter that is not the base."""
+        """Check the base, measure or read the floor, push an adapter that is not the base."""
+        check_served_base(self)
         self.watch.begin()
         fresh = self.state.global_step == 0
         factors = [

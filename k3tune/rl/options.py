@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from trl import GRPOConfig
 
+from k3tune.arguments import RolloutArguments
 from k3tune.errors import ConfigError
 from k3tune.rl.rollout import Sampling
 from k3tune.train.options import check_trainer
@@ -68,3 +69,23 @@ def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int]) -> Sampling:
         temperature=args.temperature,
         stop_token_ids=tuple(stop_token_ids),
     )
+
+
+def check_overlap(args: GRPOConfig, rollout: RolloutArguments) -> None:
+    """Whether every step can have samples of its own, taken one step ahead.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    every = (args.steps_per_generation or 1) * args.num_iterations
+    if every != args.gradient_accumulation_steps:
+        raise ConfigError(
+            f"samples serve {every} batches and gradient_accumulation_steps is "
+            f"{args.gradient_accumulation_steps}, expected as many: with overlap every step has "
+            "its own samples"
+        )
+    if rollout.on_stale_version != "correct":
+        raise ConfigError(
+            f"on_stale_version is {rollout.on_stale_version!r}, expected 'correct': samples taken "
+            "ahead are one version old, and weighed for it"
+        )

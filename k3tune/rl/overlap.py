@@ -20,7 +20,9 @@ from torch import Tensor
 
 from k3tune.errors import ConfigError, RolloutError
 from k3tune.rl.engines.replicas import HttpEngine
+from k3tune.rl.engines.replicas_shared import SharedHttpEngine
 from k3tune.rl.grpo import K3GRPOTrainer
+from k3tune.rl.options import check_overlap
 from k3tune.rl.rollout import EngineHealth, Rollout, Sampling
 from k3tune.rl.seeds import sample_seed
 
@@ -59,8 +61,8 @@ class OverlappedEngine:
         ConfigError: for another engine, or a ``max_lag`` below 1.
     """
 
-    def __init__(self, engine: HttpEngine, *, max_lag: int = 1) -> None:
-        if not isinstance(engine, HttpEngine):
+    def __init__(self, engine: HttpEngine | SharedHttpEngine, *, max_lag: int = 1) -> None:
+        if not isinstance(engine, HttpEngine | SharedHttpEngine):
             raise ConfigError(
                 f"rollouts were to overlap with training on a {type(engine).__name__}, expected "
                 "an engine over HTTP (vllm, sglang): sampling and training would use the same "
@@ -121,6 +123,14 @@ class OverlappedEngine:
         """Log-probabilities of given completions under the live adapter, at temperature 1."""
         return self._engine.score(sequences)
 
+    def check_base(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        expected: Sequence[Sequence[float]],
+    ) -> float:
+        """Hold the servers' base against the trainer's, see :meth:`HttpEngine.check_base`."""
+        return self._engine.check_base(sequences, expected)
+
     def health(self) -> EngineHealth:
         """That of the engine."""
         return self._engine.health()
@@ -175,22 +185,11 @@ class OverlappedGRPOTrainer(K3GRPOTrainer):
 
     def __init__(self, *args: Any, engine: OverlappedEngine, **kwargs: Any) -> None:
         super().__init__(*args, engine=engine, **kwargs)
-        every = (self.args.steps_per_generation or 1) * self.args.num_iterations
         if not isinstance(engine, OverlappedEngine):
             raise ConfigError(
                 f"the engine is a {type(engine).__name__}, expected an OverlappedEngine"
             )
-        if every != self.args.gradient_accumulation_steps:
-            raise ConfigError(
-                f"samples serve {every} batches and gradient_accumulation_steps is "
-                f"{self.args.gradient_accumulation_steps}, expected as many: with overlap every "
-                "step has its own samples"
-            )
-        if self.rollout.on_stale_version != "correct":
-            raise ConfigError(
-                f"on_stale_version is {self.rollout.on_stale_version!r}, expected 'correct': "
-                "samples taken ahead are one version old, and weighed for it"
-            )
+        check_overlap(self.args, self.rollout)
         self._ahead = engine
         self._look_ahead = LookAhead()
         self._next_prompts: list[list[int]] = []
@@ -206,7 +205,8 @@ class OverlappedGRPOTrainer(K3GRPOTrainer):
     def sample(self, prompts: Sequence[Sequence[int]]) -> list[Rollout]:
         """This step's samples; the next one's begin as soon as they are there."""
         rollouts = super().sample(prompts)
-        if self.model.training and self._next_prompts:
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        if self.model.training and self._next_prompts and not is_last:
             self._ahead.prefetch(self._next_prompts, self.sampling, self._next_seeds())
         return rollouts
 

@@ -11,7 +11,7 @@ from k3tune.arguments import (
     RewardArguments,
     RolloutArguments,
 )
-from k3tune.rl.options import check_grpo
+from k3tune.rl.options import check_grpo, check_overlap
 from k3tune.train.plan import describe
 
 
@@ -38,6 +38,8 @@ def describe_grpo(
         ConfigError, AdapterError: if the run could not start with these options.
     """
     check_grpo(training)
+    if rollout.overlap:
+        check_overlap(training, rollout)
     own = (model, lora, prompts, reward, rollout, monitor)
     row_tokens = prompts.max_prompt_length + (training.max_completion_length or 0)
     return describe(model, lora, training, row_tokens, own, parallel)

@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3tune.errors import ConfigError, RolloutError
+from k3tune.errors import RolloutError
 from k3tune.lora import adapter_state
+from k3tune.lora.inject import DEFAULT_ADAPTER
 from k3tune.lora.watch import checksum
 from k3tune.parallel.expert_parallel import expert_parallel_of
+from k3tune.parallel.gather import FactorRows
 from k3tune.rl.rollout import RolloutEngine
 
 
@@ -27,17 +29,13 @@ class AdapterSync:
             engine: at any version.
             model: with the adapter.
             count_unchanged: count such pushes instead of an error.
-
-        Raises:
-            ConfigError: for an engine elsewhere where experts are spread over processes.
         """
         health = engine.health()
-        if expert_parallel_of(model) is not None and health.numerics.get("engine") != "local":
-            raise ConfigError(
-                f"engine is {health.numerics.get('engine')!r} and the experts are spread over "
-                "processes, expected the local engine: a push holds the factors of this process's "
-                "experts only"
-            )
+        parallel = expert_parallel_of(model)
+        self._rows: FactorRows | None = None
+        if parallel is not None and health.numerics.get("engine") != "local":
+            # servers take an adapter whole, the local engine the factors of its own experts
+            self._rows = FactorRows(parallel, model, DEFAULT_ADAPTER)
         self.version = health.adapter_version
         self.num_unchanged = 0
         self._engine = engine
@@ -63,7 +61,7 @@ class AdapterSync:
         if moved and before is not None:
             self._check_changed(before, checksums)
         version = max(self.version + 1, at_least)
-        self._engine.load_adapter(version, tensors)
+        self._engine.load_adapter(version, self._to_push(tensors))
         live = self._engine.health().adapter_version
         if live != version:
             raise RolloutError(
@@ -76,10 +74,14 @@ class AdapterSync:
         """Make the base live: the adapter with B = 0, for an engine that had another one before."""
         tensors = {
             key: torch.zeros_like(tensor) if "lora_B" in key else tensor
-            for key, tensor in adapter_state(self._model).items()
+            for key, tensor in self._to_push(adapter_state(self._model)).items()
         }
         self.version += 1
         self._engine.load_adapter(self.version, tensors)
+
+    def _to_push(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of this process's factors: what the engine takes; nothing where another one pushes."""
+        return own if self._rows is None else self._rows.whole_state()
 
     def _check_changed(self, before: dict[str, Tensor], now: dict[str, Tensor]) -> None:
         if any(not torch.equal(now[key], before[key]) for key in now):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -136,6 +137,28 @@ def run(base: K3ForCausalLM, tokenizer: K3Tokenizer | None, options: ServeOption
         except KeyboardInterrupt:
             # Ctrl-C is how it is stopped
             return
+
+
+def check_address(host: str, port: int) -> None:
+    """Try to listen, before a base is read for minutes.
+
+    Raises:
+        ConfigError: if the host is no address of this machine, or the port is taken or not allowed.
+    """
+    place = f"--host {host!r} --port {port}"
+    if not host:
+        raise ConfigError(f"{place}: expected an address, such as 127.0.0.1 or 0.0.0.0 for all")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{place}: expected an address of this machine and a free port, and cannot listen "
+            f"there ({error}): choose others"
+        ) from error
 
 
 def _end_ids(base: K3ForCausalLM) -> tuple[int, ...]:

@@ -139,11 +139,19 @@ def _check_file(words: list[str]) -> None:
     path = words[place]
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            text = file.read()
+        content = yaml.safe_load(text)
+        twice = _repeated_key(yaml.compose(text, yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+    # a date of a 13th month is a ValueError, and brackets in brackets have an end
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no YAML: {reason}") from error
+    if twice:
+        raise ConfigError(
+            f"{path} has {twice}, expected each key once: the last one would be taken unsaid"
+        )
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, expected options as keys")
     if "env" in content:
@@ -151,3 +159,19 @@ def _check_file(words: list[str]) -> None:
             f"{path} has an env block, expected options only: a config that sets environment "
             "variables changes more than the run it describes; set them where you launch"
         )
+
+
+def _repeated_key(node: yaml.Node | None) -> str | None:
+    """A key that stands twice in one mapping, and in which line it stands again."""
+    below: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    return f"{key.value} again in line {key.start_mark.line + 1}"
+                seen.add(key.value)
+            below.append(value)
+    elif isinstance(node, yaml.SequenceNode):
+        below.extend(node.value)
+    return next(filter(None, map(_repeated_key, below)), None)

@@ -53,10 +53,18 @@ def sample(model: Any, rank: int) -> dict[str, Any]:
     return found
 
 
-def train_grpo(folder: Path, run: str, size: int, world: int) -> Any:
-    """Two steps of four samples with floor and canary, to the folder's ``grpo_<run>``."""
+def train_grpo(
+    folder: Path,
+    run: str,
+    size: int,
+    world: int,
+    rollout: RolloutArguments = ROLLOUT,
+    max_steps: int = 2,
+) -> Any:
+    """Steps of four samples with floor and canary, to the folder's ``grpo_<run>``."""
     output_dir = folder / f"grpo_{run}"
     batch = {"per_device_train_batch_size": 4 // world, "learning_rate": 1e-3}
+    batch["max_steps"] = max_steps
     training = GRPOConfig(str(output_dir), **{**GRPO, **batch})
     lora = LoraArguments(lora_targets=list(GROUPS), lora_rank=2, lora_alpha=4.0)
     parallel = ParallelArguments(expert_parallel_size=size)
@@ -67,7 +75,7 @@ def train_grpo(folder: Path, run: str, size: int, world: int) -> Any:
         folder / "prompts.jsonl",
         output_dir,
         model=build_model(options, lora, training, parallel),
-        rollout=ROLLOUT,
+        rollout=rollout,
         monitor=MonitorArguments(floor_prompts=4, floor_samples=1),
         **batch,
     )

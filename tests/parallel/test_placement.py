@@ -150,3 +150,11 @@ def test_quantile_biases_even_out_what_the_router_chooses():
     assert before.sum() == after.sum() == tokens * active
     assert before.max() > 4 * before.mean() and after.max() < 1.2 * after.mean()
     assert biases.mean() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("layers", ['{"1": [1e30]}', f'{{"1": [{2**62}]}}', '{"01": [1]}'])
+def test_counts_that_no_run_has_are_refused(layers, tmp_path):
+    file = tmp_path / "counts.json"
+    file.write_text(f'{{"format": 1, "num_experts": 1, "counts": {layers}}}')
+    with pytest.raises(ConfigError, match="counts up to"):
+        RouterCounts.read(file)

@@ -92,3 +92,22 @@ def test_a_k3_token_costs_sixteen_latents_a_way_and_less_deduplicated():
     assert once.dispatch == 13 * 7168 + 16 * 4
     assert once.gradients == plain.gradients - 3 * 7168
     assert (plain.messages, once.messages) == (5 * 31, 6 * 31)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_experts": 4.9},
+        {"num_ranks": "2"},
+        {"num_ranks": 10**12, "num_experts": 10**12},
+        {"ranks": {"01": [0, 0, 1, 1]}},
+        {"ranks": {"one": [0, 0, 1, 1]}},
+        {"ranks": {"1": 5}},
+        {"ranks": None},
+    ],
+)
+def test_a_file_that_holds_no_placement_is_refused(wrong):
+    content = {"format": 1, "num_experts": 4, "num_ranks": 2, "ranks": {"1": [0, 1, 0, 1]}}
+    ExpertShards.from_json(content)
+    with pytest.raises(ConfigError, match="expected format, num_experts, num_ranks and ranks"):
+        ExpertShards.from_json(content | wrong)

@@ -150,6 +150,19 @@ def test_own_memory_and_bandwidth_replace_the_tables():
     assert plan(gpu=device, gpus=16, wishes=Wishes(sequence_length=8192)).fits
 
 
+@pytest.mark.parametrize("wrong", [0, -1, 1e-300, 1e308, math.inf, math.nan])
+def test_a_device_beyond_the_range_of_floats_is_refused(wrong):
+    for figure in ("memory_gb", "bandwidth_gb_per_s"):
+        with pytest.raises(ConfigError, match="expected a number of GB above 0"):
+            find_hardware("h200", **{figure: wrong})
+
+
+def test_a_search_keeps_to_every_split_that_was_asked_for():
+    asked = Wishes(trunk_shard="none", activation_checkpointing=False)
+    found = plan(gpu="mi355x", gpus=64, wishes=asked, search=True).layout
+    assert (found.trunk_ranks, found.activation_checkpointing) == (1, False)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -157,6 +170,11 @@ def test_own_memory_and_bandwidth_replace_the_tables():
         ({"gpus": 0}, "at least 1"),
         ({"imbalance": 0.5}, "from 1 on"),
         ({"imbalance": math.nan}, "from 1 on"),
+        ({"imbalance": 17.0}, "at most 16"),
+        ({"imbalance": 1e300}, "at most 896"),
+        ({"gpus": 2**31}, "at most 2147483647"),
+        ({"wishes": Wishes(gpus_per_node=10**22), "search": True}, "at most 1024"),
+        ({"wishes": Wishes(expert_parallel_size=0)}, "at least 1"),
         ({"wishes": Wishes(zero_stage=3)}, "would gather the packed experts"),
         ({"wishes": Wishes(zero_stage=0)}, "each rank's own norm"),
         ({"wishes": Wishes(expert_parallel_size=3)}, "a divisor of"),

@@ -1,5 +1,6 @@
 """Servers that drop, delay, repeat, cut and restart: no sample is lost, doubled or mixed up."""
 
+import dataclasses
 import logging
 import threading
 import time
@@ -83,10 +84,10 @@ def sample_steps(
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_two_replicas_that_fail_in_every_way_lose_nothing(kind, tmp_path):
     with (
-        FakeServer(kind, Faults(RATES, 1, restart_at=(60,))) as first,
-        FakeServer(kind, Faults(RATES, 2, restart_at=(90,))) as second,
+        FakeServer(kind, Faults(RATES, 1, restart_at=(30,))) as first,
+        FakeServer(kind, Faults(RATES, 2, restart_at=(45,))) as second,
     ):
-        sample_steps([first, second], tmp_path, num_steps=2, num_samples=120)
+        sample_steps([first, second], tmp_path, num_steps=2, num_samples=60)
         for server in (first, second):
             assert server.counts["restarts"] == 1
         seen = first.counts + second.counts
@@ -228,8 +229,8 @@ def test_slow_answers_end_at_the_requests_deadline():
 
 def test_a_sample_that_never_comes_right_fails_with_the_reason():
     with FakeServer(faults=Faults({"abort": 1.0})) as server:
-        engine = engine_over([server])
-        with pytest.raises(RolloutError, match="after 12 tries: the completion ended by 'abort'"):
+        engine = engine_over([server], dataclasses.replace(OPTIONS, max_attempts=4))
+        with pytest.raises(RolloutError, match="after 4 tries: the completion ended by 'abort'"):
             engine.generate([[1]], SAMPLING, [0])
         engine.close()
 
@@ -256,13 +257,13 @@ def test_a_request_the_server_refuses_is_not_tried_again():
 
 
 def test_a_new_version_comes_live_while_an_old_one_is_sampled(tmp_path):
-    with FakeServer(faults=Faults({"delay": 1.0}, delay_s=0.3)) as server:
+    with FakeServer(faults=Faults({"delay": 1.0}, delay_s=0.2)) as server:
         engine = engine_over([server])
         engine.load_adapter(1, write_effect(tmp_path / "1", effect_of(1)))
-        prompts = [[index, 9] for index in range(10)]
+        prompts = [[index, 9] for index in range(6)]
         found: list[Rollout] = []
         thread = threading.Thread(
-            target=lambda: found.extend(engine.generate(prompts, SAMPLING, list(range(10))))
+            target=lambda: found.extend(engine.generate(prompts, SAMPLING, list(range(6))))
         )
         thread.start()
         while not server.counts["samples"]:
@@ -271,7 +272,7 @@ def test_a_new_version_comes_live_while_an_old_one_is_sampled(tmp_path):
             engine.load_adapter(version, write_effect(tmp_path / str(version), effect_of(version)))
         thread.join()
         check(found, prompts, 1)
-        check(engine.generate(prompts, SAMPLING, list(range(10))), prompts, 4)
+        check(engine.generate(prompts, SAMPLING, list(range(6))), prompts, 4)
         engine.close()
 
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 # The server of the serving tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
@@ -12,6 +13,7 @@ from running import make_folders, start
 from tiny_grpo import make_grpo
 
 from k3tune.arguments import MonitorArguments, RolloutArguments
+from k3tune.errors import RolloutError
 from k3tune.run_log import read_run_log
 from tiny_run import adapted
 
@@ -49,3 +51,23 @@ def test_a_run_over_a_server_is_at_its_floor(folders, prompts_file):
         *("nothing moved", "moved together", "moved together"),
     ]
     assert all(record["router_mismatch"] == 0 for record in steps)
+
+
+@pytest.mark.slow
+def test_a_server_with_another_base_is_refused_before_a_sample(folders, prompts_file):
+    model = adapted(folders / "base")
+    with torch.no_grad():
+        model.get_base_model().lm_head.weight.mul_(4)
+    with start(folders) as server:
+        trainer = make_grpo(
+            folders / "base",
+            prompts_file,
+            folders / "adapters" / "other",
+            model=model,
+            rollout=RolloutArguments(engine="k3tune", engine_urls=[server.url]),
+            monitor=MONITOR,
+        )
+        with pytest.raises(RolloutError, match="serve the checkpoint the trainer loads"):
+            trainer.train()
+        trainer.engine.close()
+    assert not (folders / "adapters" / "other" / "rollouts").exists()

@@ -11,18 +11,19 @@ from k3tune.arguments import (
     LoraArguments,
     ModelArguments,
     MonitorArguments,
+    ParallelArguments,
     PromptArguments,
     RewardArguments,
     RolloutArguments,
     RunArguments,
 )
 from k3tune.errors import ConfigError
-from k3tune.rl.options import _UNREAD, check_grpo, sampling_of
+from k3tune.rl.options import _UNREAD, check_grpo, check_overlap, sampling_of
 from k3tune.train import parse_options
 
 OWN = (
     *(ModelArguments, LoraArguments, PromptArguments, RewardArguments),
-    *(RolloutArguments, MonitorArguments, RunArguments),
+    *(RolloutArguments, MonitorArguments, ParallelArguments, RunArguments),
 )
 WRONG = [
     (PromptArguments, "max_prompt_length", 0, "integer of at least 1"),
@@ -37,6 +38,7 @@ WRONG = [
     (RolloutArguments, "importance_cap", 1.0, "number above 1"),
     (RolloutArguments, "on_stale_version", "drop", "error, correct"),
     (RolloutArguments, "on_unchanged_push", "skip", "error, count"),
+    (RolloutArguments, "overlap", "yes", "true or false"),
     (RolloutArguments, "keep_rollouts", 0, "integer of at least 1"),
     (RewardArguments, "rewards", "format", "list of texts"),
     (RewardArguments, "reward_deadline_s", 0, "number above 0"),
@@ -66,6 +68,33 @@ def test_every_rl_field_has_a_wrong_value_above():
 def test_a_correction_needs_something_that_corrects():
     with pytest.raises(ConfigError, match="it is what corrects"):
         RolloutArguments(on_stale_version="correct", importance_sampling="none")
+
+
+SERVED = {"engine": "vllm", "engine_urls": ["http://a"]}
+
+
+@pytest.mark.parametrize("options", [{"on_stale_version": "correct"}, SERVED])
+def test_overlap_needs_servers_and_a_correction(options):
+    with pytest.raises(ConfigError, match="one version old, and weighed for it"):
+        RolloutArguments(overlap=True, **options)
+    RolloutArguments(overlap=True, **SERVED, on_stale_version="correct")
+
+
+@pytest.mark.parametrize(
+    ("options", "stale", "said"),
+    [
+        ({"num_iterations": 2}, "correct", "samples serve 8 batches .* its own samples"),
+        ({}, "error", "on_stale_version is 'error', expected 'correct'"),
+    ],
+)
+def test_with_overlap_every_step_has_samples_of_its_own(tmp_path, options, stale, said):
+    base = {"bf16": False, "use_cpu": True, "report_to": "none", "gradient_accumulation_steps": 4}
+    right, rollout = GRPOConfig(str(tmp_path), **base), RolloutArguments(on_stale_version="correct")
+    check_overlap(right, rollout)
+    with pytest.raises(ConfigError, match=said):
+        check_overlap(
+            GRPOConfig(str(tmp_path), **base, **options), RolloutArguments(on_stale_version=stale)
+        )
 
 
 @pytest.mark.parametrize("urls", [None, [], "http://a"])

@@ -4,13 +4,16 @@ import logging
 
 import pytest
 
+from k3tune.arguments import RolloutArguments
 from k3tune.errors import ConfigError
+from k3tune.rl import K3GRPOTrainer, build_engine, trainer_class
 from k3tune.rl.engines.http import HttpOptions
 from k3tune.rl.engines.replicas import HttpEngine
 from k3tune.rl.engines.vllm import VllmDialect
-from k3tune.rl.overlap import LookAhead, OverlappedEngine, with_next
+from k3tune.rl.overlap import LookAhead, OverlappedEngine, OverlappedGRPOTrainer, with_next
 from k3tune.rl.rollout import RolloutEngine, Sampling
 from rollout_servers import FakeServer, tokens_of, write_effect
+from tiny_run import adapted
 
 SAMPLING = Sampling(4)
 BATCHES = [[[step, place] for place in range(4)] for step in range(5)]
@@ -99,6 +102,16 @@ def test_other_sampling_is_another_request(engine, sampling):
 def test_engines_in_this_process_are_refused():
     with pytest.raises(ConfigError, match="expected an engine over HTTP"):
         OverlappedEngine(object())
+
+
+def test_an_option_asks_for_it(base_folder, server, tmp_path):
+    served = {"engine": "k3tune", "engine_urls": [server.url], "on_stale_version": "correct"}
+    for overlap, trainer in ((True, OverlappedGRPOTrainer), (False, K3GRPOTrainer)):
+        rollout = RolloutArguments(**served, overlap=overlap)
+        engine = build_engine(rollout, adapted(base_folder), tmp_path)
+        assert isinstance(engine, OverlappedEngine if overlap else HttpEngine)
+        assert trainer_class(rollout) is trainer
+        engine.close()
 
 
 def test_no_lag_is_no_overlap(engine):

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 from k3tune.arguments import MonitorArguments, PromptArguments, RolloutArguments
 from k3tune.data import K3Tokenizer
-from k3tune.rl import K3GRPOTrainer, build_engine
+from k3tune.rl import K3GRPOTrainer, build_engine, trainer_class
 from k3tune.rl.prompts import load_prompts
 from tiny_run import adapted
 
@@ -93,7 +93,7 @@ def make_grpo(
     model = adapted(base) if model is None else model
     data = PromptArguments(str(prompts), thinking_effort="none")
     dataset = load_prompts(str(prompts), data, tokenizer)
-    return K3GRPOTrainer(
+    return trainer_class(rollout)(
         model,
         GRPOConfig(str(output_dir), **{**GRPO, **options}),
         dataset,

@@ -33,7 +33,7 @@ def load(client: httpx.Client, name: str, path: Any, **more: Any) -> httpx.Respo
 
 
 def tokens(client: httpx.Client, model: str, **more: Any) -> list[int]:
-    body = {"model": model, "prompt": [5, 6], "seed": 1, "max_tokens": 16}
+    body = {"model": model, "prompt": [5, 6], "seed": 1, "max_tokens": 8}
     body |= {"return_token_ids": True, "ignore_eos": True} | more
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -78,8 +78,8 @@ def test_adapters_are_sampled_side_by_side(client):
 @pytest.mark.parametrize("model", ["tiny", "short-lived"])
 def test_what_is_sampled_while_adapters_come_and_go_is_sampled_to_its_end(client, server, model):
     load(client, "short-lived", "one")
-    whole = tokens(client, model, max_tokens=60)
-    body = {"model": model, "prompt": [5, 6], "seed": 1, "max_tokens": 60}
+    whole = tokens(client, model, max_tokens=20)
+    body = {"model": model, "prompt": [5, 6], "seed": 1, "max_tokens": 20}
     body |= {"return_token_ids": True, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()

@@ -71,12 +71,12 @@ def test_a_stream_adds_up_to_the_whole_answer(client):
 def test_options_of_a_chat_reach_the_prompt(client, tokenizer):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     options = {"tools": tools, "tool_choice": "required", "response_format": {"type": "text"}}
-    answer = ask(client, **options, reasoning_effort="low", return_token_ids=True)
+    answer = ask(client, **options, reasoning_effort="low", return_token_ids=True, max_tokens=1)
     expected = render_chat(
         MESSAGES, tokenizer, **options, thinking_effort="low", add_generation_prompt=True
     )
     assert answer["prompt_token_ids"] == expected.input_ids
-    silent = ask(client, reasoning_effort="none", return_token_ids=True)
+    silent = ask(client, reasoning_effort="none", return_token_ids=True, max_tokens=1)
     expected = render_chat(MESSAGES, tokenizer, thinking=False, add_generation_prompt=True)
     assert silent["prompt_token_ids"] == expected.input_ids
 

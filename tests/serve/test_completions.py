@@ -22,9 +22,9 @@ PROMPTS = [[5, 6, 7], [100, 101], [42], [9, 8, 7, 6, 5, 4]]
 # was measured.
 ROUNDING = 1e-4
 SAMPLINGS = {
-    "plain": Sampling(12),
-    "hot": Sampling(12, temperature=1.7),
-    "cut": Sampling(12, temperature=0.8, top_p=0.9, top_k=20),
+    "plain": Sampling(8),
+    "hot": Sampling(8, temperature=1.7),
+    "cut": Sampling(8, temperature=0.8, top_p=0.9, top_k=20),
 }
 
 
@@ -43,7 +43,7 @@ def base_engine(folders: Path) -> LocalEngine:
 
 
 def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
-    defaults = {"max_tokens": 12, "logprobs": 0, "return_token_ids": True}
+    defaults = {"max_tokens": 8, "logprobs": 0, "return_token_ids": True}
     response = client.post("/v1/completions", json=defaults | body)
     assert response.status_code == 200, response.text
     return response.json()
@@ -58,11 +58,14 @@ def fields(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("model", ["tiny", "one"])
+@pytest.mark.parametrize(
+    ("model", "sampling"),
+    [("tiny", "plain"), ("one", "hot"), ("one", "cut")],
+)
 def test_tokens_are_the_local_engines_for_the_same_seeds(
     client, local, base_engine, model, sampling
 ):
+    sampling = SAMPLINGS[sampling]
     engine = local if model == "one" else base_engine
     expected: list[Rollout] = engine.generate(PROMPTS, sampling, [3, 1, 4, 1])
     for prompt, seed, rollout in zip(PROMPTS, [3, 1, 4, 1], expected, strict=True):
@@ -154,7 +157,7 @@ def test_stop_ids_are_added_to_the_bases_own(client):
 
 
 def test_without_a_seed_answers_differ(client):
-    answers = [ask(client, prompt=[5], max_tokens=30, ignore_eos=True) for _ in range(2)]
+    answers = [ask(client, prompt=[5], max_tokens=12, ignore_eos=True) for _ in range(2)]
     assert len({tuple(answer["choices"][0]["token_ids"]) for answer in answers}) == 2
 
 

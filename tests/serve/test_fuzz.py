@@ -91,24 +91,49 @@ RIGHT = {
 }
 
 
-@given(path=st.sampled_from(PATHS), body=st.fixed_dictionaries({}, optional=KNOWN) | JSON)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+BODIES = {
+    "path": st.sampled_from(PATHS),
+    "body": st.fixed_dictionaries({}, optional=KNOWN) | JSON,
+}
+CHANGES = {
+    "path": st.sampled_from(PATHS),
+    "names": st.lists(st.sampled_from(list(KNOWN)), max_size=2),
+    "data": st.data(),
+}
+
+
+def examples(count: int) -> settings:
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@given(**BODIES)
+@examples(20)
 def test_any_body_is_answered(client, path, body):
     answer_of(client, path, body)
 
 
-@given(
-    path=st.sampled_from(PATHS),
-    names=st.lists(st.sampled_from(list(KNOWN)), max_size=2),
-    data=st.data(),
-)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@given(**BODIES)
+@examples(500)
+def test_any_of_many_bodies_is_answered(client, path, body):
+    answer_of(client, path, body)
+
+
+@given(**CHANGES)
+@examples(20)
 def test_bodies_that_are_wrong_in_one_place_are_answered(client, path, names, data):
     answer_of(client, path, RIGHT[path] | {name: data.draw(KNOWN[name]) for name in names})
 
 
+@pytest.mark.slow
+@given(**CHANGES)
+@examples(500)
+def test_many_bodies_that_are_wrong_in_one_place_are_answered(client, path, names, data):
+    answer_of(client, path, RIGHT[path] | {name: data.draw(KNOWN[name]) for name in names})
+
+
 @given(content=st.binary(max_size=60), path=st.sampled_from(PATHS))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(15)
 def test_any_bytes_are_answered(client, content, path):
     response = client.post(path, content=content)
     assert 400 <= response.status_code < 500

@@ -64,11 +64,13 @@ def test_switches_can_be_turned_off_by_flag(parse):
         ("lora_rslora: 3\n", "lora_rslora is 3, expected true or false"),
         ("kernels: cuda\n", "kernels is 'cuda', expected one of auto, triton, cpu, reference"),
         ("- a\n- b\n", "is no YAML"),
+        ("lora_rank: 8\nlora_rank: 4\n", "lora_rank again in line"),
+        ("seed: 2026-13-45\n", "is no YAML: month must be"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(parse, yaml, message):
     with pytest.raises(ConfigError, match=message):
-        parse(yaml=yaml)
+        parse(yaml=yaml, without=("lora_rank",))
     assert "SECRET" not in os.environ
 
 

@@ -1,7 +1,7 @@
 """Servers shared by the processes of one run: one of them pushes, all of them sample."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,9 +15,9 @@ from k3tune.rl.rollout import EngineHealth, Rollout, Sampling
 class SharedHttpEngine:
     """A :class:`k3tune.rl.rollout.RolloutEngine` in every process of a run.
 
-    :meth:`load_adapter` is called by all processes together: the first loads and confirms the
-    version, the others learn its name, or why it failed. Everything else each does on its own, so
-    the servers meet ``max_concurrency`` requests a process.
+    :meth:`load_adapter` and :meth:`check_base` are called by all processes together: the first
+    loads and confirms the version, the others learn its name, or why it failed. Everything else
+    each does on its own, so the servers meet ``max_concurrency`` requests a process.
 
     Args:
         engine: of this process, over the same servers as those of the others; the first process's
@@ -38,19 +38,45 @@ class SharedHttpEngine:
         Raises:
             RolloutError: in all processes, with the first one's reason.
         """
-        said: dict[str, str] = {}
-        if self._is_first:
-            try:
-                self._engine.load_adapter(version, source)
-                name, folder = self._engine.live_adapter
-                said = {"name": name, "folder": str(folder)}
-            except RolloutError as error:
-                said = {"error": str(error)}
-        said = _from_first(said)
-        if "error" in said:
-            raise RolloutError(said["error"])
+
+        def load() -> dict[str, str]:
+            self._engine.load_adapter(version, source)
+            name, folder = self._engine.live_adapter
+            return {"name": name, "folder": str(folder)}
+
+        said = self._by_first(load)
+        failure: RolloutError | None = None
         if not self._is_first:
-            self._engine.adopt(version, said["name"], Path(said["folder"]))
+            try:
+                self._engine.adopt(version, said["name"], Path(said["folder"]))
+            except RolloutError as error:
+                failure = error
+        num_failed = _sum(int(failure is not None))
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise RolloutError(
+                f"{num_failed} of the run's processes cannot sample from adapter version "
+                f"{version}: see what they say"
+            )
+
+    @property
+    def live_version(self) -> int:
+        """The version that a ``generate`` begun now would sample from."""
+        return self._engine.live_version
+
+    def check_base(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        expected: Sequence[Sequence[float]],
+    ) -> float:
+        """As :meth:`HttpEngine.check_base`, by the first process; all call it together.
+
+        Raises:
+            RolloutError: in all processes, if the base differs.
+        """
+        said = self._by_first(lambda: {"apart": repr(self._engine.check_base(sequences, expected))})
+        return float(said["apart"])
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
@@ -70,14 +96,25 @@ class SharedHttpEngine:
         """Close this process's connections; the first one unloads the adapters."""
         self._engine.close()
 
+    def _by_first(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """What the first process's work gives, or its error, in all of them."""
+        said: dict[str, str] = {}
+        if self._is_first:
+            try:
+                said = work()
+            except RolloutError as error:
+                said = {"error": str(error)}
+        said = _from_first(said)
+        if "error" in said:
+            raise RolloutError(said["error"])
+        return said
+
 
 def _from_first(said: dict[str, str]) -> dict[str, str]:
     """The first process's message, in all of them; as JSON, for nothing is ever unpickled."""
     content = json.dumps(said).encode()
-    size = torch.tensor([len(content)])
-    on_gpu = distributed.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    size = size.to(device)
+    device = _device()
+    size = torch.tensor([len(content)], device=device)
     distributed.broadcast(size, 0)
     message = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if distributed.get_rank() == 0:
@@ -85,3 +122,16 @@ def _from_first(said: dict[str, str]) -> dict[str, str]:
     distributed.broadcast(message, 0)
     received: dict[str, str] = json.loads(bytes(message.tolist()))
     return received
+
+
+def _sum(value: int) -> int:
+    """Over all processes."""
+    total = torch.tensor([value], device=_device())
+    distributed.all_reduce(total)
+    return int(total)
+
+
+def _device() -> torch.device:
+    """Where collectives take tensors from."""
+    on_gpu = "nccl" in distributed.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
