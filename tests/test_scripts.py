@@ -79,7 +79,7 @@ def test_torch_is_pinned_in_the_one_install_command(checkout):
     result = setup(checkout)
     assert result.returncode == 0, result.stderr
     [call] = calls(checkout)
-    assert "torch==" in call and call.endswith("--editable .[dev,demo]")
+    assert "torch==" in call and call.endswith("--editable .[dev,demo,serve]")
     assert "pip chatter" not in result.stdout + result.stderr
 
 

@@ -18,9 +18,10 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Look at this machine: packages, GPUs, network, disk, a self-test.
+    """Look at this machine, and say what to mend.
 
-    Every finding is ok, a warning or a failure, with the next step. Exits with 1 on a failure.
+    Packages, GPUs, network, disk and a self-test: every finding is ok, a warning or a failure,
+    with the next step. Exits with 1 on a failure.
     """
     from k3tune.doctor.examination import examine
     from k3tune.doctor.finding import as_json as to_json

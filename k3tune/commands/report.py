@@ -33,7 +33,7 @@ def report(
         bool, typer.Option("--watch", help="Write it again and again until the runs have ended.")
     ] = False,
 ) -> None:
-    """Write a page about runs: the KL against its floor, learning, speed.
+    """Write a page about runs: KL against its floor, learning.
 
     It works on runs that go on and on those that crashed. Several runs are shown side by side.
     """

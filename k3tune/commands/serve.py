@@ -64,10 +64,10 @@ def serve(
     dtype: DtypeName = "auto",
     kernels: Kernels = "auto",
 ) -> None:
-    """Serve a base and its adapters to OpenAI clients and to k3tune's own rollouts.
+    """Serve a base and its adapters over HTTP.
 
-    It speaks a part of vLLM's HTTP API. Requests need the bearer token in the environment variable
-    K3TUNE_API_TOKEN, if it is set.
+    It speaks the part of vLLM's HTTP API that OpenAI clients and k3tune's own rollouts use.
+    Requests need the bearer token in the environment variable K3TUNE_API_TOKEN, if it is set.
     """
     limits = {
         "max_body_bytes": max_body_bytes,

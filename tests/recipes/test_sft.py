@@ -77,6 +77,7 @@ def test_the_command_line_trains_to_the_golden_losses(start, flags, golden, tmp_
     assert metadata(tmp_path)["provenance"]["step"] == 6
 
 
+@pytest.mark.slow
 def test_two_processes_under_zero_2_equal_one(launch, flags, tmp_path, repository, monkeypatch):
     """Sums of two halves in fp32 instead of one: the first losses agree to 1e-5, later ones
     as far as Adam carries that on."""

@@ -30,8 +30,10 @@ class Browser:
         self._session = f"/session/{self._ask('/session', wanted)['sessionId']}"
 
     def open(self, file: Path) -> None:
-        """Load a file."""
+        """Load a file, and wait until it is laid out: on a busy machine that may be later."""
         self._ask(f"{self._session}/url", {"url": file.as_uri()})
+        frames = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+        self._ask(f"{self._session}/execute/async", {"script": frames, "args": []})
 
     def run(self, script: str) -> Any:
         """What a script returns in the page."""
