@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +23,6 @@ DTYPE_NAMES = {
 _ALIGNMENT = 8
 # half a million small factors are written by large calls
 _BUFFER_BYTES = 1 << 20
-# the disk gets what is written so far while the rest is read and hashed
-_SYNC_BYTES = 128 << 20
 
 
 class Entry(NamedTuple):
@@ -126,19 +123,13 @@ def _write_file(file: Path, tensors: Sequence[Pending]) -> None:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with file.open("wb", buffering=_BUFFER_BYTES) as stream, ThreadPoolExecutor(1) as pool:
+    with file.open("wb", buffering=_BUFFER_BYTES) as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
-        syncing = unsynced = 0
-        early: Future[None] | None = None
         for pending in tensors:
             written = 0
             for part in pending.parts():
                 written += stream.write(tensor_buffer(part))
-                unsynced = stream.tell() - syncing
-                if unsynced >= _SYNC_BYTES and (early is None or early.done()):
-                    early = pool.submit(os.fdatasync, stream.fileno())
-                    syncing += unsynced
             assert written == pending.size_bytes, f"{pending.entries[0]=} {written=}"
         _sync(stream)
 
