@@ -20,6 +20,14 @@ _FLOOR = -9000.0
 # of a certain token, in 16-bit servers
 _ROUNDING = 1e-3
 
+# Set in every request: a server takes what is missing from the base's generation_config.json.
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+}
+
 
 class Wanted(NamedTuple):
     """One sample to ask for.

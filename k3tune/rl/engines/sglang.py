@@ -14,6 +14,7 @@ import numpy as np
 from k3tune.files import shown
 from k3tune.rl.engines.http import Call, CallFailed
 from k3tune.rl.engines.http_dialect import (
+    NEUTRAL,
     Sampled,
     ServerFacts,
     Wanted,
@@ -25,12 +26,8 @@ from k3tune.rl.engines.http_dialect import (
     moe_rows,
 )
 
-# Set in every request: a server takes what is missing from the base's generation_config.json.
 _NEUTRAL = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
+    **NEUTRAL,
     "skip_special_tokens": False,
     "no_stop_trim": True,
 }

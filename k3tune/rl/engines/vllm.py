@@ -15,6 +15,7 @@ import numpy as np
 from k3tune.files import shown
 from k3tune.rl.engines.http import Call, CallFailed
 from k3tune.rl.engines.http_dialect import (
+    NEUTRAL,
     Sampled,
     ServerFacts,
     Wanted,
@@ -26,13 +27,6 @@ from k3tune.rl.engines.http_dialect import (
     moe_rows,
 )
 
-# Set in every request: a server takes what is missing from the base's generation_config.json.
-_NEUTRAL = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
-}
 _CAUSES = (
     (
         r"not found$|^nothing$",
@@ -92,7 +86,7 @@ class VllmDialect:
             "logprobs": 0,
             "return_token_ids": True,
             "request_id": wanted.request_id,
-            **_NEUTRAL,
+            **NEUTRAL,
         }
         if sampling.stop_token_ids is not None:
             # without ignore_eos the base's own ids would end a completion, too
@@ -136,7 +130,7 @@ class VllmDialect:
             "prompt_logprobs": 0,
             "return_token_ids": True,
             "request_id": request_id,
-            **_NEUTRAL,
+            **NEUTRAL,
         }
         return Call("POST", "/v1/completions", body)
 
