@@ -22,6 +22,7 @@ from k3tune.lora import (
 )
 from k3tune.model.scoring import score_rows
 from k3tune.monitor.canary import Canary, choose_canaries
+from k3tune.monitor.routing import smallest_overlap
 from k3tune.monitor.samples import Samples, make_samples
 from k3tune.rl.engines.local import LocalEngine
 from k3tune.rl.numerics import activation_rounding
@@ -162,9 +163,9 @@ class NanoLab:
             routed = [_flipped(row, number) for number, row in enumerate(routed)]
             sampled = self.score(rows, replay=routed, side="engine")["logprobs"]
         first = [len(prompt) - 1 for prompt, _ in rows]
-        prompt_apart = [
-            bool((a[:n].sort(-1)[0] != b[:n].sort(-1)[0]).any())
-            for a, b, n in zip(trained["experts"], routed, first, strict=True)
+        prompt_overlap = [
+            smallest_overlap(ours[:n].numpy(), theirs[:n].numpy())
+            for ours, theirs, n in zip(trained["experts"], routed, first, strict=True)
         ]
         completions = [
             [x[n:] for x, n in zip(side, first, strict=True)]
@@ -180,7 +181,7 @@ class NanoLab:
             entropy=_padded(trained["entropies"]),
             train_experts=_padded(completions[0], -1),
             rollout_experts=_padded(completions[1], -1),
-            prompt_routed_apart=prompt_apart,
+            prompt_overlap=prompt_overlap,
         )
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from k3tune.monitor.binned import probability_bin
 from k3tune.monitor.canary import CanaryCheck
 from k3tune.monitor.estimators import k3_of, ratio_of
 from k3tune.monitor.floor import Floor
-from k3tune.monitor.routing import tokens_routed_apart
+from k3tune.monitor.routing import FAR_APART, token_overlap
 from k3tune.monitor.samples import Bools, Floats, Samples
 from k3tune.monitor.statistics import RESOLUTION, SIZE_CHARTS
 
@@ -227,28 +227,40 @@ def _top_p(excess: Excess) -> Attribution | None:
 
 
 def _routing(excess: Excess) -> Attribution | None:
-    apart = tokens_routed_apart(excess.samples)
-    if apart is None or not apart.any() or not excess.is_large:
+    overlap = token_overlap(excess.samples)
+    if overlap is None or not (excess.is_large or "apart" in excess.fired):
         return None
-    above = excess.k3 - excess.expected_k3
-    apart_N = apart[excess.good]
-    share = float(above[apart_N].sum() / max(float(above.sum()), RESOLUTION**2))
+    return _routed_below(excess, overlap, FAR_APART) or _routed_below(excess, overlap, 1.0)
+
+
+def _routed_below(excess: Excess, overlap: Floats, limit: float) -> Attribution | None:
+    """Whether the excess is that of tokens with less than ``limit`` of their experts in common."""
+    apart = overlap < limit
+    if not apart.any():
+        return None
     # a flip reaches the tokens after it through the context
     reached = np.maximum.accumulate(apart, axis=1)
-    if excess.samples.prompt_routed_apart is not None:
-        reached = reached | excess.samples.prompt_routed_apart[:, None]
-    before_N = ~reached[excess.good]
-    before = float(above[before_N].mean()) if before_N.sum() >= _FEWEST_TOKENS else 0.0
-    if before > _REST_ROUTING * above.mean() or (share < _SHARE_ROUTING and not before_N.any()):
+    if excess.samples.prompt_overlap is not None:
+        reached = reached | (excess.samples.prompt_overlap < limit)[:, None]
+    above = excess.k3 - excess.expected_k3
+    apart_N, before_N = apart[excess.good], ~reached[excess.good]
+    share = float(above[apart_N].sum() / max(float(above.sum()), RESOLUTION**2))
+    told = int(before_N.sum()) >= _FEWEST_TOKENS
+    if excess.is_large and told and above[before_N].mean() > _REST_ROUTING * above.mean():
         return None
     floor = excess.floor.router_mismatch
-    if floor is not None and floor.value > 0 and share < _SHARE_ROUTING:
+    # where the numerics flip routes as well, most tokens come after some flip
+    scattered = limit == 1.0 and floor is not None and floor.value > 0
+    explained = excess.is_large and share >= _SHARE_ROUTING
+    if not explained and (scattered or (excess.is_large and not told)):
         return None
     tokens = float(apart_N.mean())
+    others = "other experts" if limit == 1.0 else "mostly other experts"
+    whose = f"{share:.0%} of the excess is theirs, and none is in tokens before the first of them"
     return Attribution(
         "routing flips",
-        f"the engine routed {tokens:.1%} of the tokens to other experts: {share:.0%} of the excess "
-        "is theirs, and none is in tokens before the first of them",
+        f"the engine routed {tokens:.1%} of the tokens to {others}: "
+        + (whose if excess.is_large else "more than its numerics do"),
         {"tokens": tokens, "share": share},
     )
 

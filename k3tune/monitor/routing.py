@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from k3tune.monitor.samples import Bools, Samples
+from k3tune.monitor.samples import Floats, Samples
 
 Experts = NDArray[np.int16]
 
+FAR_APART = 0.5
+"""Numerics swap one of two nearly equal experts: a token with less than this share of its experts
+in common was routed otherwise by something else."""
 
-def shared_experts(train_STLA: Experts, rollout_STLA: Experts) -> NDArray[np.int64]:
-    """How many experts both sides chose, ``[S, T, L]``; sets are compared, not orders."""
-    active = train_STLA.shape[-1]
-    found = np.full(train_STLA.shape[:-1], active, dtype=np.int64)
+
+def shared_experts(train_LA: Experts, rollout_LA: Experts) -> NDArray[np.int64]:
+    """How many of ``[..., L, A]`` experts both sides chose, ``[..., L]``: as sets, not orders."""
+    active = train_LA.shape[-1]
+    found = np.full(train_LA.shape[:-1], active, dtype=np.int64)
     # nearly all entries are equal in the same order: only the others are looked at expert by expert
-    unequal = (train_STLA != rollout_STLA).any(axis=-1)
-    train_NA, rollout_NA = train_STLA[unequal], rollout_STLA[unequal]
+    unequal = (train_LA != rollout_LA).any(axis=-1)
+    train_NA, rollout_NA = train_LA[unequal], rollout_LA[unequal]
     counts = np.zeros(len(train_NA), dtype=np.int64)
     for place in range(active):
         counts += (rollout_NA == train_NA[:, place : place + 1]).any(axis=-1)
@@ -28,12 +32,25 @@ def shared_experts(train_STLA: Experts, rollout_STLA: Experts) -> NDArray[np.int
     return found
 
 
-def tokens_routed_apart(samples: Samples) -> Bools | None:
-    """``[S, T]``: true where the expert set of at least one layer differs; None if not known."""
+def token_overlap(samples: Samples) -> Floats | None:
+    """``[S, T]``: share of a token's experts, over all layers, that both sides chose.
+
+    1 where the token does not count; None if not known.
+    """
     if samples.train_experts is None or samples.rollout_experts is None:
         return None
-    shared = shared_experts(samples.train_experts, samples.rollout_experts)
-    return (shared < samples.train_experts.shape[-1]).any(axis=-1) & samples.mask
+    layers, active = samples.train_experts.shape[-2:]
+    shared = shared_experts(samples.train_experts, samples.rollout_experts).sum(axis=-1)
+    return np.where(samples.mask, shared / (layers * active), 1.0)
+
+
+def smallest_overlap(train_TLA: Experts, rollout_TLA: Experts) -> float:
+    """The smallest share of a token's experts, over all layers, that both sides chose."""
+    if not train_TLA.size:
+        return 1.0
+    shared = shared_experts(train_TLA, rollout_TLA).sum(axis=-1)
+    layers, active = train_TLA.shape[-2:]
+    return float(shared.min() / (layers * active))
 
 
 def router_mismatch(samples: Samples) -> dict[str, Any]:

@@ -39,8 +39,9 @@ class Samples:
             or None.
         train_experts, rollout_experts: ``[S, T, L, A]``, global ids chosen where the token was
             predicted, or None.
-        prompt_routed_apart: ``[S]``, true where the two sides chose other experts at a token of the
-            prompt (its last predicts the completion and belongs there), or None.
+        prompt_overlap: ``[S]``, the smallest share of experts, over all layers, that both sides
+            chose for a token of the prompt (its last predicts the completion and belongs there),
+            or None.
     """
 
     train: Floats
@@ -53,7 +54,7 @@ class Samples:
     correction: Floats | None = None
     train_experts: NDArray[np.int16] | None = None
     rollout_experts: NDArray[np.int16] | None = None
-    prompt_routed_apart: Bools | None = None
+    prompt_overlap: Floats | None = None
 
     def __post_init__(self) -> None:
         shape = self.train.shape
@@ -108,7 +109,6 @@ def make_samples(
         "token_ids": np.int64,
         "train_experts": np.int16,
         "rollout_experts": np.int16,
-        "prompt_routed_apart": np.bool_,
     }
     given = {
         "train": train,

@@ -14,7 +14,7 @@ import numpy as np
 from k3tune.monitor.binned import probability_bin
 from k3tune.monitor.estimators import k3_of
 from k3tune.monitor.record import PROBABILITY_EDGES
-from k3tune.monitor.routing import shared_experts
+from k3tune.monitor.routing import FAR_APART, shared_experts
 from k3tune.monitor.samples import Floats, Samples
 
 
@@ -39,13 +39,14 @@ CHARTS = (
     Chart("abs", True, 0.05),
     Chart("slope", False, 1e-4),
     Chart("bias", False, 1e-5),
-    Chart("routing", False, 2e-4),
+    Chart("apart", False, 5e-4),
 )
 """``k3`` and ``abs``: mean k3 and mean |r| over what the floor's tokens of the same rollout
 probability have, so that a policy that grows surer does not look like a smaller floor. ``slope``:
 of r on logp + entropy, which a temperature of one side makes its own logarithm. ``bias``: mean r,
-which a renormalised top-p makes its mean log mass. ``routing``: share of (token, layer) routed
-apart."""
+which a renormalised top-p makes its mean log mass. ``apart``: share of tokens with most of their
+experts apart: numerics swap one of two nearly equal experts, more or less often as the policy
+moves, but never most of a token's."""
 SIZE_CHARTS = ("k3", "abs")
 
 
@@ -96,6 +97,7 @@ class SampleSums:
     Attributes:
         prompts: ``[S]``, cluster of each sample.
         above, below: chart's name -> ``[S]``; a chart that the samples cannot feed is missing.
+            ``routing``, share of (token, layer) routed apart, is no chart: floors record it.
     """
 
     prompts: np.ndarray
@@ -122,6 +124,8 @@ class SampleSums:
             shared = shared_experts(samples.train_experts, samples.rollout_experts)
             apart = (shared < active).sum(axis=-1).astype(np.float64)
             pairs["routing"] = (apart, np.full(apart.shape, float(layers)))
+            far = shared.sum(axis=-1) < FAR_APART * layers * active
+            pairs["apart"] = (far.astype(np.float64), np.ones_like(r_ST))
         above, below = (
             {
                 name: np.where(good, pair[side], 0.0).sum(axis=1)[rows]

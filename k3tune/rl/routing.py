@@ -15,6 +15,7 @@ from k3tune.lora.inject import base_of
 from k3tune.model.backbone import K3ModelOutput
 from k3tune.model.documents import FrontPadding
 from k3tune.model.latent_moe import Router
+from k3tune.monitor.routing import smallest_overlap
 from k3tune.rl.rollout import Rollout
 
 
@@ -154,19 +155,19 @@ def trainer_experts(tap: RoutingTap, num_prompt: int) -> Tensor:
     return tap.chosen[:, num_prompt - 1 : -1].cpu()
 
 
-def prompts_routed_apart(tap: RoutingTap, rollouts: Sequence[Rollout], num_prompt: int) -> Tensor:
-    """``[B]``: whether the sides chose other experts at a prompt token, its last left out.
+def prompt_overlaps(tap: RoutingTap, rollouts: Sequence[Rollout], num_prompt: int) -> list[float]:
+    """``[B]``: smallest share of experts both sides chose for a prompt token, its last left out.
 
     Args:
         tap: of the model.
         rollouts: the batch's, in its order.
         num_prompt: ``P``.
     """
-    chosen_BPLA = tap.chosen[:, : num_prompt - 1].cpu().sort(-1).values
-    apart = []
+    chosen_BPLA = tap.chosen[:, : num_prompt - 1].cpu()
+    overlaps = []
     for row, rollout in enumerate(rollouts):
         count = len(rollout.prompt_ids) - 1
-        theirs_PLA = routed_of(rollout, tap)[:count].sort(-1).values
+        theirs_PLA = routed_of(rollout, tap)[:count].to(torch.int16)
         ours_PLA = chosen_BPLA[row, num_prompt - 1 - count :]
-        apart.append(not torch.equal(ours_PLA.long(), theirs_PLA.long()))
-    return torch.tensor(apart)
+        overlaps.append(smallest_overlap(ours_PLA.numpy(), theirs_PLA.cpu().numpy()))
+    return overlaps

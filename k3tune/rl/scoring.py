@@ -13,7 +13,7 @@ from k3tune.monitor.samples import Samples, make_samples
 from k3tune.rl.hooks import Scored
 from k3tune.rl.objective import TokenWeights
 from k3tune.rl.rollout import Rollout
-from k3tune.rl.routing import prompts_routed_apart, rollout_experts, trainer_experts
+from k3tune.rl.routing import prompt_overlaps, rollout_experts, trainer_experts
 
 # int16 experts of a batch's tokens; of longer ones the monitor is told none
 _MOST_EXPERT_BYTES = 256 << 20
@@ -73,9 +73,7 @@ def samples_of(
         if with_rollout_experts:
             others |= {
                 "rollout_experts": rollout_experts(scored.tap, scored.rollouts, num_completion),
-                "prompt_routed_apart": prompts_routed_apart(
-                    scored.tap, scored.rollouts, num_prompt
-                ),
+                "prompt_overlap": prompt_overlaps(scored.tap, scored.rollouts, num_prompt),
             }
     if weights is not None:
         others["correction"] = weights.weights

@@ -121,6 +121,17 @@ def test_a_wrong_scale_is_told_within_the_scatter_of_coarse_numerics():
     assert once.record["verdict"] == "differ" and once.cause is None
 
 
+def test_a_wrong_scale_is_told_beside_tokens_that_jump_with_a_route():
+    rng = np.random.default_rng(5)
+    base, moves = np.zeros(TOKENS), 0.01 * rng.normal(size=TOKENS)
+    jumps = np.zeros(TOKENS)
+    jumps[:4] = 1.0
+    twice = Canary(base, base).check(1, 2 * moves + jumps, moves)
+    assert twice.cause == "adapter scale" and twice.record["scale"] == pytest.approx(2)
+    once = Canary(base, base).check(1, moves + jumps, moves)
+    assert once.record["verdict"] == "differ" and once.cause is None
+
+
 def test_the_least_certain_samples_are_pinned():
     half = TOKENS // 2
     certainty = np.array([0.9, 0.8, 0.01, 0.7, 5.0])[:, None]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from k3tune.monitor.routing import router_mismatch, tokens_routed_apart
+from k3tune.monitor.routing import router_mismatch, smallest_overlap, token_overlap
 from k3tune.monitor.samples import make_samples
 
 
@@ -32,10 +32,22 @@ def test_shares_are_counted_by_layer_and_by_token():
     assert values["router_overlap"] == 7 / 8
 
 
+def test_a_token_shares_as_many_experts_as_its_layers_do():
+    train = [[[[0, 1], [4, 5]], [[0, 1], [4, 5]]]]
+    rollout = [[[[1, 0], [4, 6]], [[7, 8], [5, 9]]]]
+    samples = routed(train, rollout, [[1, 1]])
+    assert token_overlap(samples).tolist() == [[3 / 4, 1 / 4]]
+    assert smallest_overlap(samples.train_experts[0], samples.rollout_experts[0]) == 1 / 4
+
+
+def test_without_tokens_nothing_differs():
+    assert smallest_overlap(*np.zeros((2, 0, 3, 4), np.int16)) == 1
+
+
 def test_masked_tokens_do_not_count():
     samples = routed([[[[0, 1]], [[0, 1]]]], [[[[0, 1]], [[7, 8]]]], [[1, 0]])
     assert router_mismatch(samples)["router_mismatch"] == 0
-    assert not tokens_routed_apart(samples).any()
+    assert token_overlap(samples).tolist() == [[1, 1]]
 
 
 @pytest.mark.parametrize("missing", ["train", "rollout"])
@@ -43,4 +55,4 @@ def test_without_the_experts_of_both_sides_nothing_is_claimed(missing):
     experts = {"train": [[[[0, 1]]]], "rollout": [[[[0, 2]]]], missing: None}
     samples = routed(experts["train"], experts["rollout"], [[1]])
     assert set(router_mismatch(samples).values()) == {None}
-    assert tokens_routed_apart(samples) is None
+    assert token_overlap(samples) is None
