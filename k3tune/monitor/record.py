@@ -65,8 +65,8 @@ apply, and a number that is not finite is null too (its cause is in ``nan_count`
 - ``canary``: ``verdict`` (:data:`CANARY_VERDICTS`), ``engine_moved`` and ``trainer_moved`` (mean
   absolute change of a token's logprob since version 0), ``engine_step`` and ``trainer_step`` (since
   the version before), ``difference`` (mean |engine - trainer| now), ``floor`` (the same at version
-  0), ``scale`` (the engine's change over the trainer's, least squares over the 95 % of the tokens that
-  fit best) and ``scale_fit`` (R^2 of that); null without one.
+  0), ``scale`` (the engine's change over the trainer's, least squares over the 95 % of the tokens
+  that fit best) and ``scale_fit`` (R^2 of that); null without one.
 
 ``worst``: with every ``mismatch`` that has a token: ``tokens``, a list from the largest |r| down:
 ``sample`` (in the step), ``prompt`` (number of the prompt's group), ``position`` (in the

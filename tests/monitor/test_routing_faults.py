@@ -14,7 +14,7 @@ SWAPPED = 0.008
 
 
 def draw(rng, *, size=0.003, swapped=SWAPPED, flipped=0.0):
-    """A step: every side's swaps move a token a little, flipped ones it and those after it a lot."""
+    """A step: swaps move a token a little, flipped routes it and those after it a lot."""
     shape = (PROMPTS * EACH, LENGTH)
     entropy = rng.exponential(0.3, size=shape)
     rollout = -rng.exponential(entropy + 0.01)
