@@ -5,14 +5,13 @@ choices as they come: every field is therefore checked here, with the value that
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from k3tune.errors import ConfigError
+from k3tune.lora.spec import LoraSpec
 from k3tune.option_checks import (
     check_choice,
     check_flag,
     check_integer,
-    check_list,
     check_number,
     check_optional,
     check_text,
@@ -45,8 +44,6 @@ __all__ = [
 
 DTYPES = ("bfloat16", "float32")
 KERNELS = ("auto", "triton", "cpu", "reference")
-FORMS = ("per_expert", "shared_outer")
-INITS = ("kaiming", "gaussian")
 BAD_SAMPLES = ("skip", "error")
 EFFORTS = ("none", "low", "high", "max")
 
@@ -71,7 +68,7 @@ class ModelArguments:
     )
     kernels: str = field(
         default="auto",
-        metadata={"help": "Backend of every kernel: auto, triton or reference (plain torch)."},
+        metadata={"help": "Backend of every kernel: auto, triton, cpu or reference (plain torch)."},
     )
 
     def __post_init__(self) -> None:
@@ -141,44 +138,38 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        check_list("lora_targets", self.lora_targets, str)
-        check_integer("lora_rank", self.lora_rank, least=1)
-        check_number("lora_alpha", self.lora_alpha, above=0)
-        check_choice("lora_form", self.lora_form, FORMS)
         self.lora_rank_pattern = read_mapping("lora_rank_pattern", self.lora_rank_pattern)
         self.lora_alpha_pattern = read_mapping("lora_alpha_pattern", self.lora_alpha_pattern)
-        for key, rank in (self.lora_rank_pattern or {}).items():
-            check_integer(f"lora_rank_pattern[{key!r}]", rank, least=1)
-        for key, alpha in (self.lora_alpha_pattern or {}).items():
-            check_number(f"lora_alpha_pattern[{key!r}]", alpha, above=0)
-        if self.lora_layers is not None:
-            check_list("lora_layers", self.lora_layers, int)
-            for layer in self.lora_layers:
-                check_integer("lora_layers", layer, least=0)
         check_flag("lora_rslora", self.lora_rslora)
-        check_number("lora_dropout", self.lora_dropout, least=0, below=1)
-        check_choice("lora_init", self.lora_init, INITS)
         check_optional(check_text, "adapter", self.adapter)
+        self.spec(seed=0)
 
-    def spec_fields(self, seed: int) -> dict[str, Any]:
-        """The fields of a ``k3tune.lora.LoraSpec``.
+    def spec(self, seed: int) -> LoraSpec:
+        """What :func:`k3tune.lora.attach_lora` takes.
 
         Args:
             seed: of the start of A.
+
+        Raises:
+            ConfigError: naming the first option that is not usable.
         """
-        return {
-            "targets": tuple(self.lora_targets),
-            "rank": self.lora_rank,
-            "alpha": self.lora_alpha,
-            "form": self.lora_form,
-            "rank_pattern": self.lora_rank_pattern or {},
-            "alpha_pattern": self.lora_alpha_pattern or {},
-            "layers": None if self.lora_layers is None else tuple(self.lora_layers),
-            "use_rslora": self.lora_rslora,
-            "dropout": self.lora_dropout,
-            "init": self.lora_init,
-            "seed": seed,
-        }
+        try:
+            return LoraSpec(
+                targets=self.lora_targets,  # type: ignore[arg-type]  # the spec checks and copies
+                rank=self.lora_rank,
+                alpha=self.lora_alpha,
+                form=self.lora_form,
+                rank_pattern=self.lora_rank_pattern or {},  # type: ignore[arg-type]
+                alpha_pattern=self.lora_alpha_pattern or {},  # type: ignore[arg-type]
+                layers=self.lora_layers,  # type: ignore[arg-type]
+                use_rslora=self.lora_rslora,
+                dropout=self.lora_dropout,
+                init=self.lora_init,
+                seed=seed,
+            )
+        except ConfigError as error:
+            # a sentence about the spec begins with its field: the option without its prefix
+            raise ConfigError(f"lora_{error}") from error
 
 
 @dataclass
@@ -338,7 +329,7 @@ class RunArguments:
         default=False,
         metadata={
             "help": "Print the resolved config, the trainable parameters by group and a memory "
-            "estimate, and exit: reads the base's config.json and nothing else."
+            "estimate, and exit: reads no more than the base's config.json and the rewards' code."
         },
     )
 

@@ -13,6 +13,7 @@ import typer
 
 from k3tune.commands.doctor import doctor
 from k3tune.commands.export import export, import_, verify
+from k3tune.commands.flags import Adapter, Base, DtypeName, Json, Kernels
 from k3tune.commands.placement import placement
 from k3tune.commands.plan import plan
 from k3tune.commands.report import report
@@ -29,17 +30,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Base = Annotated[str, typer.Argument(help="Checkpoint folder, or a hub id such as org/name.")]
-Adapter = Annotated[
-    Path | None, typer.Option(help="Adapter folder to load over the base, k3tune's or PEFT's.")
-]
-DtypeName = Annotated[
-    Literal["auto", "bfloat16", "float32"],
-    typer.Option("--dtype", help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
-]
-Kernels = Annotated[
-    Literal["auto", "triton", "cpu", "reference"], typer.Option(help="Backend of every operation.")
-]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows that run together.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest continuation, in tokens.")]
 Temperature = Annotated[
@@ -49,7 +39,7 @@ TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Sample from this probability mass; 1 is all.")
 ]
 TopK = Annotated[int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is all.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of the sampling.")]
 Thinking = Annotated[
     bool, typer.Option("--thinking/--no-thinking", help="Whether answers have a think channel.")
 ]
@@ -62,7 +52,7 @@ ThinkingEffort = Annotated[
 @app.command()
 def inspect(
     path: Base,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Count a checkpoint's bytes, and judge its tensors.
 
@@ -173,7 +163,9 @@ def chat(
     thinking_effort: ThinkingEffort = "max",
     show_thinking: Annotated[
         bool,
-        typer.Option("--show-thinking/--hide-thinking", help="Stream the reasoning too, on stderr"),
+        typer.Option(
+            "--show-thinking/--hide-thinking", help="Stream the reasoning too, on stderr."
+        ),
     ] = True,
     max_new_tokens: MaxNewTokens = 4096,
     temperature: Temperature = 0.0,

@@ -1,6 +1,7 @@
 """Files that commands read and write: checked line by line, written whole or not at all."""
 
 import codecs
+import errno
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ _TEMPORARY_PREFIX, _TEMPORARY_SUFFIX = ".k3tune-", ".tmp"
 # Between the making of such a file and its lock.
 _UNLOCKED_S = 10.0
 _SHOWN = 100
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PATH = 1000
 # No vocabulary needs more, and Python refuses to read thousands of digits.
 _MOST_DIGITS = 18
@@ -144,8 +146,10 @@ def replace_file(path: str | Path) -> Iterator[IO[str]]:
                 os.fsync(file.fileno())
                 temporary.replace(target)
                 _sync_folder(target.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise K3TuneError(_cannot("write", path, error)) from error
         raise
 
 
@@ -195,9 +199,10 @@ def _sentences(path: str | Path) -> Iterator[None]:
 
 def _cannot(do: str, path: str | Path, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) else str(error)
-    return (
-        f"cannot {do} {path_text(path)}: {reason}: check its name, its folder and your permissions"
-    )
+    advice = "check its name, its folder and your permissions"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        advice = "make room there"
+    return f"cannot {do} {path_text(path)}: {reason}: {advice}"
 
 
 def _id_row(line: bytes, place: str) -> list[int]:

@@ -77,6 +77,9 @@ class RunLogWriter:
             kind: see the module's text.
             step: optimizer steps done.
             values: JSON values; not-a-number and infinities become null.
+
+        Raises:
+            K3TuneError: if it cannot be written, as on a full disk.
         """
         record = {"schema": SCHEMA, "kind": kind, "time": time.time(), "step": step}
         for name, value in values.items():
@@ -84,9 +87,15 @@ class RunLogWriter:
                 None if value in (float("inf"), float("-inf")) or value != value else value
             )
         line = json.dumps(record, allow_nan=False).encode("utf-8") + b"\n"
-        written = os.write(self._file, line)
-        while written < len(line):
-            written += os.write(self._file, line[written:])
+        try:
+            written = os.write(self._file, line)
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            raise K3TuneError(
+                f"cannot write {self.path}: {error.strerror}: make room there, or name another "
+                "output_dir"
+            ) from error
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""

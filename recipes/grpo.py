@@ -9,7 +9,7 @@ See recipes/README.md for the options, the files a run writes and its exit codes
 import sys
 from contextlib import closing
 
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig
 
 from k3tune.arguments import (
     LoraArguments,
@@ -45,11 +45,13 @@ def main() -> int:
     """
     prepare_launch()
     model_options, lora, prompts, reward, rollout, monitor, parallel, run, training = parse_options(
-        TrlParser(OPTIONS)
+        OPTIONS
     )
+    # refuses what cannot run, before anything large is read
+    options = (model_options, lora, prompts, reward, rollout, monitor, training)
+    description = describe_grpo(*options, parallel)
     if run.dry_run:
-        options = (model_options, lora, prompts, reward, rollout, monitor, training)
-        print(describe_grpo(*options, parallel))
+        print(description)
         return 0
 
     tokenizer = load_tokenizer(model_options)

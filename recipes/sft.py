@@ -8,7 +8,7 @@ See recipes/README.md for the options, the files a run writes and its exit codes
 
 import sys
 
-from trl import SFTConfig, TrlParser
+from trl import SFTConfig
 
 from k3tune.arguments import (
     DataArguments,
@@ -28,6 +28,15 @@ from k3tune.train import (
     run_recipe,
 )
 
+OPTIONS = (
+    ModelArguments,
+    LoraArguments,
+    DataArguments,
+    ParallelArguments,
+    RunArguments,
+    SFTConfig,
+)
+
 
 def main() -> int:
     """Run the recipe.
@@ -36,15 +45,14 @@ def main() -> int:
         The exit code.
     """
     prepare_launch()
-    parser = TrlParser(
-        (ModelArguments, LoraArguments, DataArguments, ParallelArguments, RunArguments, SFTConfig)
-    )
     model_options, lora_options, data_options, parallel, run_options, training = parse_options(
-        parser
+        OPTIONS
     )
     options = (model_options, lora_options, data_options)
+    # refuses what cannot run, before anything large is read
+    description = describe_run(model_options, lora_options, training, options, parallel)
     if run_options.dry_run:
-        print(describe_run(model_options, lora_options, training, options, parallel))
+        print(description)
         return 0
 
     tokenizer = load_tokenizer(model_options)

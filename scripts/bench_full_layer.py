@@ -159,7 +159,7 @@ def run_tokens(layer: Layer, tokens: int, rounds: int, ceilings: CpuCeilings) ->
     touched = len(ids_NA.unique())
     moved = touched * EXPERT_BYTES * PROJECTIONS_A_STEP / 3
     flops = 2 * LATENT * WIDTH * tokens * active * PROJECTIONS_A_STEP
-    limit = max(moved / ceilings.read_bytes, flops / ceilings.dot_flops)
+    limit = max(moved / ceilings.read_bytes, flops / ceilings.flops)
     print(
         f"{tokens} tokens ({touched} experts): forward {forward:.3f} s, forward + backward "
         f"{step:.3f} s, {moved / step / 1e9:.1f} GB/s, {flops / step / 1e9:.0f} GFLOP/s, "
@@ -224,8 +224,7 @@ def main() -> None:
     )
     ceilings = measure()
     print(
-        f"{torch.get_num_threads()} threads: memory read {ceilings.read_bytes / 1e9:.1f} GB/s, "
-        f"bf16 dot products {ceilings.dot_flops / 1e9:.0f} GFLOP/s; load {os.getloadavg()[0]:.1f}",
+        f"{torch.get_num_threads()} threads: {ceilings}; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     try:

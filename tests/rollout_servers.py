@@ -79,6 +79,7 @@ class FakeServer:
 
     Attributes:
         counts: requests and faults by kind.
+        most_open: samples under way at once.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class FakeServer:
     ) -> None:
         self.kind, self.faults, self.mode = kind, faults or Faults(), mode
         self.counts: Counter[str] = Counter()
+        self.most_open = self._open = 0
         self.loaded: dict[str, float] = {}
         self.base_shift = 0.0
         self.refusals: dict[str, tuple[int, Any]] = {}
@@ -177,7 +179,12 @@ class FakeServer:
             answer = self._spoil(fault, answer)
         if fault:
             self.counts[fault] += 1
-        await self._send(status, answer, fault, writer)
+        self._open += 1
+        self.most_open = max(self.most_open, self._open)
+        try:
+            await self._send(status, answer, fault, writer)
+        finally:
+            self._open -= 1
 
     async def _send(
         self, status: int, answer: Any, fault: str | None, writer: asyncio.StreamWriter

@@ -3,14 +3,16 @@
 import dataclasses
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
-from k3tune import arguments
+from k3tune import arguments, cli
 from k3tune.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments
+from k3tune.commands import flags, serve
 from k3tune.data.chat import THINKING_EFFORTS
 from k3tune.errors import ConfigError
-from k3tune.lora import LoraSpec, spec
+from k3tune.lora import LoraSpec
 from k3tune_kernels.dispatch import BACKENDS
 
 REQUIRED = {ModelArguments: {"base": "b"}, DataArguments: {"train_path": "t"}}
@@ -20,12 +22,13 @@ WRONG = [
     (ModelArguments, "tokenizer", "", "text that is not empty"),
     (ModelArguments, "dtype", "bf16", "bfloat16, float32"),
     (ModelArguments, "kernels", "cuda", "auto, triton, cpu, reference"),
-    (LoraArguments, "lora_targets", "experts", "list of texts"),
-    (LoraArguments, "lora_targets", [], "not empty"),
-    (LoraArguments, "lora_targets", [1], "list of texts"),
+    (LoraArguments, "lora_targets", "experts", "a list of attention, "),
+    (LoraArguments, "lora_targets", [1], "module-name patterns (strings)"),
+    (LoraArguments, "lora_targets", ["dense", "dense"], "each target once"),
     (LoraArguments, "lora_rank", 8.5, "integer of at least 1"),
     (LoraArguments, "lora_rank", True, "integer of at least 1"),
     (LoraArguments, "lora_rank", 0, "integer of at least 1"),
+    (LoraArguments, "lora_rank", 2**20 + 1, "at most 1048576"),
     (LoraArguments, "lora_alpha", 0, "number above 0"),
     (LoraArguments, "lora_alpha", "32", "number above 0"),
     (LoraArguments, "lora_alpha", float("nan"), "number above 0"),
@@ -34,11 +37,12 @@ WRONG = [
     (LoraArguments, "lora_rank_pattern", [1], "mapping of pattern to number"),
     (LoraArguments, "lora_rank_pattern", {"o_proj": 1.5}, "integer of at least 1"),
     (LoraArguments, "lora_alpha_pattern", {"o_proj": -1}, "number above 0"),
-    (LoraArguments, "lora_layers", 3, "list of integers"),
-    (LoraArguments, "lora_layers", [-1], "integer of at least 0"),
-    (LoraArguments, "lora_layers", [True], "list of integers"),
+    (LoraArguments, "lora_layers", 3, "a list of zero-based layers"),
+    (LoraArguments, "lora_layers", [-1], "zero-based layers"),
+    (LoraArguments, "lora_layers", [True], "zero-based layers"),
     (LoraArguments, "lora_rslora", 1, "true or false"),
-    (LoraArguments, "lora_dropout", 1.0, "at least 0 and below 1"),
+    (LoraArguments, "lora_dropout", 1.0, "from 0 to below 1"),
+    (LoraArguments, "lora_dropout", 0.1, "lora_dropout is 0.1 and targets include the experts"),
     (LoraArguments, "lora_init", "zeros", "kaiming, gaussian"),
     (LoraArguments, "adapter", "", "text that is not empty"),
     (DataArguments, "train_path", None, "text that is not empty"),
@@ -96,14 +100,22 @@ def test_lora_options_make_a_spec():
         use_rslora=True,
         seed=5,
     )
-    assert LoraSpec(**options.spec_fields(5)) == expected
+    assert options.spec(5) == expected
 
 
 def test_choices_are_those_of_the_library():
-    assert arguments.FORMS == spec.FORMS
-    assert arguments.INITS == spec.INITS
     assert arguments.KERNELS == BACKENDS
     assert arguments.EFFORTS == ("none", *THINKING_EFFORTS)
+
+
+def test_flags_of_commands_offer_the_same_choices():
+    def choices(flag):
+        return set(get_args(get_args(flag)[0]))
+
+    assert choices(flags.Kernels) == set(arguments.KERNELS)
+    assert choices(flags.DtypeName) == {"auto", *arguments.DTYPES}
+    assert choices(cli.ThinkingEffort) == set(arguments.EFFORTS)
+    assert choices(serve.Activations) == set(arguments.ACTIVATIONS)
 
 
 def test_options_are_read_without_torch(repository):

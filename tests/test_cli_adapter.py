@@ -141,3 +141,14 @@ def test_an_adapter_of_another_architecture_is_one_sentence(run, fixtures):
     )  # fmt: skip
     assert status == 2
     assert "expected" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_an_adapter_is_not_replaced_by_a_form_of_itself(run, adapter, tmp_path, command):
+    """Nothing else has the factors as they were trained."""
+    folder = shutil.copytree(adapter, tmp_path / "trained")
+    before = (folder / "adapter_model.safetensors").read_bytes()
+    options = ["--format", "vllm"] if command == "export" else []
+    status, out, err = run(command, folder, "--out", folder / ".", "--overwrite", *options)
+    assert (status, out) == (2, "") and "it is the input" in err and err.count("\n") == 1
+    assert (folder / "adapter_model.safetensors").read_bytes() == before

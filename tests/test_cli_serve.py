@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from command_line import run_command
+from k3tune.commands import loading
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
@@ -21,3 +22,32 @@ def test_an_address_where_nothing_can_listen_is_refused_in_a_sentence(capsys):
             status, out, err = run_command(capsys, "serve", NANO, *options)
             assert (status, out) == (2, "") and err.count("\n") == 1
             assert "expected an address" in err
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Start with these options; the sentence they are refused with, before any weight is read."""
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("the base was loaded"))
+
+    def refused(*options):
+        status, out, err = run_command(capsys, "serve", NANO, "--port", 0, *options)
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        return err
+
+    return refused
+
+
+def test_adapters_that_are_none_are_refused(refused, tmp_path):
+    assert "no/such/adapter" in refused("--adapter", "x=no/such/adapter")
+    assert "expected a folder: make it first" in refused("--adapter-root", tmp_path / "none")
+    assert "each name once" in refused("--adapter", "a=x", "--adapter", "a=y")
+    assert "two models are called k3-nano" in refused("--adapter", "k3-nano=x")
+    file = tmp_path / "file"
+    file.write_text("{}")
+    assert "file" in refused("--adapter", f"x={file}")
+
+
+def test_the_adapter_of_another_base_is_refused(refused, fixtures):
+    adapter = fixtures / "k3_tiny" / "adapter"
+    said = refused("--adapter", f"x={adapter}")
+    assert str(adapter) in said and "expected" in said

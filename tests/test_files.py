@@ -143,8 +143,12 @@ def test_a_disk_that_fills_up_is_one_sentence_and_keeps_the_old_content(tmp_path
 
     (tmp_path / "x").write_text("old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(K3TuneError, match=r"cannot write .*x: No space left on device"):
+    said = r"cannot write .*x: No space left on device: make room there"
+    with pytest.raises(K3TuneError, match=said):
         _write(tmp_path / "x")
+    # and while a long text is still being written
+    with pytest.raises(K3TuneError, match=said), replace_file(tmp_path / "x"):
+        full(None)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 

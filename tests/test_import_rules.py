@@ -30,7 +30,8 @@ RULES = {
     "files": rule("errors"),
     "lazy": rule(),
     "run_log": rule("errors"),
-    "arguments": rule("rollout_arguments"),
+    # of lora the part that loads no torch
+    "arguments": rule("rollout_arguments lora"),
     "rollout_arguments": rule(),
     "option_checks": rule("errors"),
     "published": rule("", "huggingface_hub"),

@@ -21,6 +21,16 @@ def write(log, *records):
     writer.close()
 
 
+def test_a_full_disk_is_one_sentence(log, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    writer = RunLogWriter(log)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(K3TuneError, match=r"cannot write .*: No space left on device: make room"):
+        writer.write("run", 0, {})
+
+
 def test_records_come_back_with_schema_kind_time_and_step(log):
     write(log, ("run", 0, {}), ("train", 1, {"loss": 2.5}))
     run, train = read_run_log(log).records

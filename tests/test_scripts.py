@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,10 @@ def test_torch_is_pinned_in_the_one_install_command(checkout):
 def test_a_second_setup_does_nothing_and_does_it_quickly(checkout):
     pretend_venv(checkout)
     setup(checkout)
-    start = time.perf_counter()
+    # of the processor: a busy machine makes nobody's script slow
+    before = sum(os.times()[2:4])
     result = setup(checkout)
-    assert time.perf_counter() - start < 2
+    assert sum(os.times()[2:4]) - before < 2
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert len(calls(checkout)) == 1
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from k3tune.commands.flags import Json
+
 
 def doctor(
     base: Annotated[
@@ -16,7 +18,7 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Leave out torch and the self-test: under 3 s.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Look at this machine, and say what to mend.
 

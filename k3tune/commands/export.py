@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from k3tune.commands.flags import DtypeName, Json, Kernels
+
 if TYPE_CHECKING:
     from k3tune.lora.export.exporting import ExportReport
     from k3tune.lora.export.verifying import Verification
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 Out = Annotated[Path, typer.Option(help="Folder to make.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an adapter that is there already.")
@@ -27,7 +28,9 @@ Form = Annotated[
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="Adapter folder, or a training checkpoint's.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="Its folder, or a training checkpoint's.")
+    ],
     out: Out,
     format: Annotated[
         Literal["peft", "vllm", "sglang", "merged"],
@@ -37,7 +40,10 @@ def export(
     base: BaseHint = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(help="Targets to leave out, by group or name, with commas; may be repeated."),
+        typer.Option(
+            metavar="TARGETS",
+            help="What to leave out, by group or name, with commas; may be repeated.",
+        ),
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -57,8 +63,12 @@ def export(
         from k3tune.lora.export.merging import refuse_merge
 
         raise refuse_merge(source, base)
+    from k3tune.files import refuse_same_file
     from k3tune.lora import export_adapter
+    from k3tune.lora.export.factors import adapter_folder
 
+    # what was trained is not to be replaced by what a server reads
+    refuse_same_file(adapter_folder(source), out)
     report = export_adapter(
         source,
         out,
@@ -75,7 +85,9 @@ def export(
 
 
 def import_(
-    path: Annotated[Path, typer.Argument(help="Adapter folder in any served layout.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="Its folder, in any served layout.")
+    ],
     out: Out,
     base: BaseHint = None,
     form: Form = None,
@@ -86,8 +98,10 @@ def import_(
 
     PEFT's per-expert and 3-D forms, and the stacked ones of vLLM and SGLang, become k3tune's own.
     """
+    from k3tune.files import refuse_same_file
     from k3tune.lora import import_adapter
 
+    refuse_same_file(path, out)
     report = import_adapter(
         path,
         out,
@@ -109,7 +123,7 @@ def import_(
 
 
 def verify(
-    adapter: Annotated[Path, typer.Argument(help="Adapter folder to check.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Its folder.")],
     base: Annotated[str, typer.Option(help="Checkpoint folder, or a hub id such as org/name.")],
     against: Annotated[
         Path | None, typer.Option(help="What was trained: adapter folder or training checkpoint.")
@@ -121,14 +135,8 @@ def verify(
     expect_version: Annotated[
         int | None, typer.Option(help="Version the adapter must have.")
     ] = None,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
-    ] = "auto",
-    kernels: Annotated[
-        Literal["auto", "triton", "cpu", "reference"],
-        typer.Option(help="Backend of every operation."),
-    ] = "auto",
+    dtype: DtypeName = "auto",
+    kernels: Kernels = "auto",
     as_json: Json = False,
 ) -> None:
     """Prove that an adapter's files are what was trained.

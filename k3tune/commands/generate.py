@@ -79,7 +79,8 @@ def run(
     if prompts.are_text:
         conversations = _conversations(prompts)
         architecture = read_architecture(model_options.base)
-        tokenizer = load_tokenizer(model_options.base, architecture)
+        otherwise = "give token ids with --prompt-ids"
+        tokenizer = load_tokenizer(model_options.base, architecture, otherwise)
         rows = [_encode(tokenizer, conversation, prompts.chat) for conversation in conversations]
     else:
         rows, source = _ids(prompts)

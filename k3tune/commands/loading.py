@@ -4,7 +4,6 @@ What needs few bytes is checked first, so that a mistake is not answered after m
 """
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from k3tune.commands.options import Model
-from k3tune.errors import ConfigError, K3TuneError
+from k3tune.errors import K3TuneError
 from k3tune.published.architecture import Architecture, parse_config, read_config
 from k3tune.published.hub import resolve_checkpoint
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from k3tune.lora.read import AdapterFiles
     from k3tune.model.modeling import K3ForCausalLM
 
-_TOKENIZER_FILE = "tiktoken.model"
 # A larger base is told apart by its name: hashing it would take longer than a user waits.
 _HASHED_BYTES = 2 << 30
 
@@ -30,6 +28,21 @@ _HASHED_BYTES = 2 << 30
 def read_architecture(base: str) -> Architecture:
     """What the base's config says; no weight is read."""
     return parse_config(read_config(resolve_checkpoint(base, weights=False)))
+
+
+def check_adapter(folder: Path, architecture: Architecture) -> "AdapterFiles":
+    """Hold an adapter's headers against the base's config; no weight is read.
+
+    Raises:
+        AdapterError, CheckpointError: if it cannot be read, or is one of another base.
+    """
+    from k3tune.lora.modules import module_shapes
+    from k3tune.lora.plan import match_tensors
+    from k3tune.lora.read import read_adapter
+
+    files = read_adapter(folder)
+    match_tensors(files, module_shapes(architecture))
+    return files
 
 
 def load_model(options: Model) -> "K3ForCausalLM":
@@ -41,10 +54,11 @@ def load_model(options: Model) -> "K3ForCausalLM":
     import torch
 
     from k3tune.lora.load import load_adapter
-    from k3tune.lora.read import read_adapter
     from k3tune.model.checkpoint import load_base
 
-    files = None if options.adapter is None else read_adapter(options.adapter)
+    files = None
+    if options.adapter is not None:
+        files = check_adapter(options.adapter, read_architecture(options.base))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype
     if dtype == "auto":
@@ -54,41 +68,28 @@ def load_model(options: Model) -> "K3ForCausalLM":
     )
     if files is not None:
         _compare_base(files, options.base, model, dtype)
-        with warnings.catch_warnings():
-            # PEFT asks transformers by an old name: nothing a user could mend
-            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
-            # the base's own object, adapted in place, is what the library's functions take
-            load_adapter(model, files.folder)
+        # the base's own object, adapted in place, is what the library's functions take
+        load_adapter(model, files.folder)
     return model
 
 
-def load_tokenizer(base: str, architecture: Architecture) -> "K3Tokenizer":
+def load_tokenizer(
+    base: str, architecture: Architecture, otherwise: str | None = None
+) -> "K3Tokenizer":
     """The tokenizer that lies beside the base.
+
+    Args:
+        base: as the user names it.
+        architecture: of the base.
+        otherwise: what a user without the files can do; the end of a sentence.
 
     Raises:
         ConfigError: if there is none, or it has ids the base does not have.
         CheckpointError: if its files are damaged.
     """
-    folder = resolve_checkpoint(base, weights=False)
-    if Path(base).is_dir() and not (folder / _TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            f"{base} holds no {_TOKENIZER_FILE}, expected the tokenizer's files beside config.json "
-            "to encode text: download them, or give token ids with --prompt-ids"
-        )
-    from k3tune.data.tokenizer import K3Tokenizer
+    from k3tune.data import loading
 
-    try:
-        tokenizer = K3Tokenizer.from_pretrained(base)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot load the tokenizer of {base}: {str(error).strip() or type(error).__name__}"
-        ) from error
-    if tokenizer.vocab_size > architecture.vocab_size:
-        raise ConfigError(
-            f"the tokenizer of {base} has {tokenizer.vocab_size} ids, expected at most the "
-            f"{architecture.vocab_size} of its config.json: take both from one checkpoint"
-        )
-    return tokenizer
+    return loading.load_tokenizer(base, architecture.vocab_size, otherwise)
 
 
 @contextmanager

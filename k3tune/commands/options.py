@@ -7,6 +7,8 @@ from typing import Any
 from k3tune.errors import K3TuneError
 
 _LEAST_TEMPERATURE = 1e-4
+# what torch takes
+_MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise K3TuneError(f"--top-p is {self.top_p}, expected a number above 0 and at most 1")
+        if self.seed is not None and self.seed > _MOST_SEED:
+            raise K3TuneError(f"--seed is {self.seed}, expected a number from 0 to {_MOST_SEED}")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0 or self.seed is not None):
             raise K3TuneError(
                 "--top-p, --top-k and --seed need --temperature above 0: without it nothing is "

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from k3tune.commands.flags import Json
+
 if TYPE_CHECKING:
     from k3tune.parallel.router_counts import RouterCounts
     from k3tune.parallel.shards import ExpertShards
@@ -15,12 +17,14 @@ _SHOWN_LAYERS = 5
 
 
 def placement(
-    counts: Annotated[Path, typer.Argument(help="Router counts that a run measured.")],
+    counts: Annotated[
+        Path, typer.Argument(metavar="COUNTS", help="Router counts that a run measured.")
+    ],
     ranks: Annotated[int, typer.Option(min=1, help="expert_parallel_size of the run to come.")],
     out: Annotated[
         Path | None, typer.Option(help="File to write, for expert_placement of that run.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Spread the experts so that no rank waits long for another.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from k3tune.commands.flags import Json
 from k3tune.errors import ConfigError
 
 _USUAL_GPUS, _MOST_SEARCHED = 16, 1024
@@ -13,7 +14,7 @@ _USUAL_GPUS, _MOST_SEARCHED = 16, 1024
 Config = Annotated[
     str | None,
     typer.Argument(
-        metavar="[CONFIG_DIR]",
+        metavar="CONFIG_DIR",
         help="Folder with config.json, or a hub id; without one: Kimi K3 as published.",
     ),
 ]
@@ -22,7 +23,19 @@ Gpus = Annotated[
     typer.Option(min=1, help="How many; default 16, with --search at most 1024."),
 ]
 Gpu = Annotated[
-    Literal["h200", "h100", "b200", "b300", "gb300", "mi355x", "cpu"],
+    Literal[
+        "h200",
+        "h100",
+        "a100",
+        "b200",
+        "b300",
+        "gb300",
+        "mi355x",
+        "mi350x",
+        "mi325x",
+        "mi300x",
+        "cpu",
+    ],
     typer.Option(help="Which device."),
 ]
 GpuMemory = Annotated[
@@ -117,7 +130,7 @@ def plan(
     imbalance: Imbalance = "1",
     placement: Placement = None,
     search: Search = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what LoRA training on Kimi K3 needs.
 

@@ -18,7 +18,9 @@ _LEAST_WAIT_S = 5.0
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Output folders of runs, or their logs.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Output folders of runs, or their logs.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(help="HTML file to write; without it report.html in the first run's folder."),
@@ -35,7 +37,8 @@ def report(
 ) -> None:
     """Write a page about runs: KL against its floor, learning.
 
-    It works on runs that go on and on those that crashed. Several runs are shown side by side.
+    It works on runs that have crashed, too, and on ones still under way. Several runs are shown
+    side by side.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:

@@ -6,11 +6,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from k3tune.commands.flags import Base, DtypeName, Kernels
 from k3tune.errors import ConfigError, K3TuneError
 
 Adapters = Annotated[
     list[str] | None,
-    typer.Option("--adapter", help="Adapter to serve, name=folder or a folder; may be repeated."),
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="Adapter to serve, by default under its folder's name; may be repeated.",
+    ),
 ]
 AdapterRoot = Annotated[
     Path | None, typer.Option(help="Folder that clients may load adapters from; none otherwise.")
@@ -35,17 +40,10 @@ Activations = Annotated[
     Literal["none", "bf16", "mxfp8"],
     typer.Option(help="Rounding of the experts' inputs, as other servers do it."),
 ]
-DtypeName = Annotated[
-    Literal["auto", "bfloat16", "float32"],
-    typer.Option("--dtype", help="Of the trunk; auto is float32 on a CPU, bfloat16 on a GPU."),
-]
-Kernels = Annotated[
-    Literal["auto", "triton", "cpu", "reference"], typer.Option(help="Backend of every operation.")
-]
 
 
 def serve(
-    base: Annotated[str, typer.Argument(help="Checkpoint folder, or a hub id such as org/name.")],
+    base: Base,
     adapters: Adapters = None,
     adapter_root: AdapterRoot = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -59,7 +57,7 @@ def serve(
     shutdown_timeout: ShutdownTimeout = 30,
     activations: Activations = "none",
     return_routed_experts: Annotated[
-        bool, typer.Option("--return-routed-experts", help="Put them into answers.")
+        bool, typer.Option("--return-routed-experts", help="Put each token's experts into answers.")
     ] = False,
     dtype: DtypeName = "auto",
     kernels: Kernels = "auto",
@@ -117,16 +115,18 @@ def _serve(
         raise ConfigError(
             f'k3tune serve needs {error.name}: pip install "k3tune[serve]"'
         ) from error
-    from k3tune.commands.loading import load_model, load_tokenizer, read_architecture, warn
+    from k3tune.commands import loading
     from k3tune.commands.options import Model
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     checked = ServeOptions(**options, limits=Limits(**limits))
     check_address(checked.host, checked.port)
     tokenizer = None
-    architecture = read_architecture(base)
+    architecture = loading.read_architecture(base)
+    for folder in checked.adapters.values():
+        loading.check_adapter(folder, architecture)
     try:
-        tokenizer = load_tokenizer(base, architecture)
+        tokenizer = loading.load_tokenizer(base, architecture)
     except ConfigError as error:
-        warn(f"{error}; only token ids are served")
-    run(load_model(Model(base, None, dtype, kernels)), tokenizer, checked)
+        loading.warn(f"{error}; only token ids are served")
+    run(loading.load_model(Model(base, None, dtype, kernels)), tokenizer, checked)

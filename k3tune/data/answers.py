@@ -123,6 +123,7 @@ class _Element:
 
     @property
     def text(self) -> str:
+        """What stands in it, its children left out."""
         return "".join(self.texts)
 
 

@@ -182,13 +182,16 @@ class _Writer:
         self.num_unparsed_calls = 0
 
     def control(self, token: str) -> None:
+        """Write a control token."""
         self.segments.append(Segment(token, True, self.trained))
 
     def text(self, text: str) -> None:
+        """Write ordinary text, in which no control token is read."""
         if text:
             self.segments.append(Segment(text, False, self.trained))
 
     def open(self, tag: str, **attributes: str | int | None) -> None:
+        """Write an opening tag; attributes that are None are left out."""
         self.control(OPEN)
         self.text(tag)
         for key, value in attributes.items():
@@ -200,11 +203,13 @@ class _Writer:
         self.control(SEP)
 
     def close(self, tag: str) -> None:
+        """Write a closing tag."""
         self.control(CLOSE)
         self.text(tag)
         self.control(SEP)
 
     def element(self, tag: str, parts: Sequence[str], **attributes: str | int | None) -> None:
+        """Write a tag, its parts as segments of their own, and its end."""
         self.open(tag, **attributes)
         for part in parts:
             self.text(part)

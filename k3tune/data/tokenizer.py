@@ -21,7 +21,7 @@ from k3tune.data.chat import CONTROL_TOKENS, END_OF_MESSAGE, RenderedChat, rende
 from k3tune.errors import CheckpointError, ConfigError
 from k3tune.files import replace_file
 
-_RANKS_FILE = "tiktoken.model"
+RANKS_FILE = "tiktoken.model"
 _CONFIG_FILE = "tokenizer_config.json"
 _NAMED = {"bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
 
@@ -71,7 +71,7 @@ class K3Tokenizer(PreTrainedTokenizer):
     ``end_of_text_token``.
     """
 
-    vocab_files_names = {"vocab_file": _RANKS_FILE}  # noqa: RUF012  the base class's form
+    vocab_files_names = {"vocab_file": RANKS_FILE}  # noqa: RUF012  the base class's form
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(
@@ -289,7 +289,7 @@ class K3Tokenizer(PreTrainedTokenizer):
         self, save_directory: str, filename_prefix: str | None = None
     ) -> tuple[str, ...]:
         """Write the pieces as they were read."""
-        name = f"{filename_prefix}-{_RANKS_FILE}" if filename_prefix else _RANKS_FILE
+        name = f"{filename_prefix}-{RANKS_FILE}" if filename_prefix else RANKS_FILE
         path = Path(save_directory) / name
         _write_pieces(path, self._pieces)
         return (str(path),)
@@ -333,7 +333,7 @@ def write_tokenizer(
         },
         **{role: token for role, token in _NAMED.items() if token in special_tokens},
     }
-    _write_pieces(Path(folder) / _RANKS_FILE, all_pieces)
+    _write_pieces(Path(folder) / RANKS_FILE, all_pieces)
     with replace_file(Path(folder) / _CONFIG_FILE) as file:
         file.write(json.dumps(config, indent=2) + "\n")
     tokenizer = K3Tokenizer.from_pretrained(folder)
@@ -345,7 +345,7 @@ def write_tokenizer(
 def _read_pieces(vocab_file: str | None) -> list[bytes]:
     """The mergeable pieces in the order of their ranks."""
     if vocab_file is None:
-        raise CheckpointError(f"no {_RANKS_FILE} found, expected it beside {_CONFIG_FILE}")
+        raise CheckpointError(f"no {RANKS_FILE} found, expected it beside {_CONFIG_FILE}")
     try:
         lines = Path(vocab_file).read_bytes().splitlines()
     except OSError as error:
@@ -384,7 +384,7 @@ def _special_ids(first: int, named: Mapping[int, AddedToken]) -> dict[str, int]:
         found = f"the id {min(named)}" if named else "none"
         raise CheckpointError(
             f"added_tokens_decoder of {_CONFIG_FILE} names {found}, expected special tokens with "
-            f"ids from {first}, the number of pieces in {_RANKS_FILE}"
+            f"ids from {first}, the number of pieces in {RANKS_FILE}"
         )
     ids = range(first, max(named) + 1)
     specials = {

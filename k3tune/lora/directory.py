@@ -44,7 +44,8 @@ def _check_target(path: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise AdapterError(
-            f"{path} exists: name another directory, or pass overwrite=True to replace an adapter"
+            f"{path} exists: name another directory, or replace the adapter there (overwrite=True, "
+            "--overwrite)"
         )
     if not (path / CONFIG_NAME).is_file():
         raise AdapterError(

@@ -92,8 +92,8 @@ def choose_names(
         last = max((layer_of(name) or 0 for name in modules), default=0)
         if spec.layers[-1] > last:
             raise AdapterError(
-                f"layers names {spec.layers[-1]}, expected layers from 0 to {last}: the base has "
-                f"{last + 1}"
+                f"layer {spec.layers[-1]} is to be adapted, expected layers from 0 to {last}: "
+                f"the base has {last + 1}"
             )
         modules = [name for name in modules if layer_of(name) in spec.layers]
     chosen = set()

@@ -67,6 +67,7 @@ class _Tokens:
         self.seen.scatter_(0, places.flatten().long(), torch.ones_like(places.flatten()).bool())
 
     def end_step(self, *, counts: bool) -> None:
+        """Keep what was seen since the last step, where that one ``counts``, and begin anew."""
         if counts:
             seen = self.seen[:-1]
             self.steps.append(seen.clone() if self.local is None else seen[self.local])

@@ -313,6 +313,7 @@ class _Loader:
         self._staging: Tensor | None = None
 
     def run(self, plan: list[_Step], rows: int) -> None:
+        """Read all tensors of a plan, file by file; a layer holds at most ``rows`` experts."""
         total = sum(step.size_bytes for step in plan)
         hidden = not self.progress
         with tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=hidden) as bar:

@@ -3,6 +3,7 @@
 Shape letters: ``B`` batch, ``T`` new tokens, ``D`` model width, ``V`` vocabulary.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,25 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
         architecture = self.model.architecture
         self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.post_init()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """The older name, by which PEFT asks; transformers' own property would warn of it."""
+        return bool(self.is_activation_checkpointing)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Likewise, for TRL, which turns it off and on again at every step."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """The way back."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            super().gradient_checkpointing_disable()
 
     @can_return_tuple
     def forward(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -62,6 +63,14 @@ def known_hardware() -> tuple[str, ...]:
     return tuple(_table())
 
 
+def dense_peak(reported_name: str) -> float | None:
+    """Dense BF16 peak in FLOP/s of the device that a driver calls so; None if it is not listed."""
+    for entry in _table().values():
+        if reported_name in entry["reported_names"]:
+            return float(entry["bf16_tflops"] * _TERA)
+    return None
+
+
 def find_hardware(
     key: str, *, memory_gb: float | None = None, bandwidth_gb_per_s: float | None = None
 ) -> Hardware:
@@ -113,6 +122,7 @@ def find_hardware(
     return replace(device, **own)
 
 
+@cache
 def _table() -> Mapping[str, Any]:
     file = resources.files("k3tune") / "assets" / "plan" / "hardware.json"
     table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -169,6 +169,7 @@ class _Reader:
         self._cut = self._no_record = False
 
     def take(self, line: bytes, number: int) -> None:
+        """Read a line; ``number`` counts from 1."""
         if not line.endswith(b"\n"):
             self._cut = True
             # a record may be cut anywhere, what begins otherwise was never one
@@ -252,6 +253,7 @@ class _Reader:
             heapq.heappushpop(self._worst, self._last_worst)
 
     def finish(self, path: Path) -> Run:
+        """What all lines say; ``path`` is the log's, for people."""
         run = self._run
         if not self._records and (self._foreign or self._damaged or self._no_record):
             what = f"schema {SCHEMA}" if self._foreign else "a record a line"
@@ -294,6 +296,7 @@ class _Thinned:
         self.rows: list[tuple[int, list[Any]]] = []
 
     def add(self, step: int, row: list[Any]) -> None:
+        """Keep a row, or leave it out; every second one goes when there are too many."""
         if self._seen % self._every == 0:
             self.rows.append((step, row))
             if len(self.rows) > self._limit:
@@ -302,6 +305,7 @@ class _Thinned:
         self._seen += 1
 
     def drop_after(self, step: int) -> None:
+        """Forget the rows of later steps, which a resumed run does again."""
         self.rows = [entry for entry in self.rows if entry[0] <= step]
 
 

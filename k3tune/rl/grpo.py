@@ -27,7 +27,7 @@ from k3tune.rl.guarded import GuardedReward, RewardError
 from k3tune.rl.hooks import HookedGRPOTrainer, Scored
 from k3tune.rl.numerics import activation_rounding
 from k3tune.rl.objective import TokenWeights, importance_weights
-from k3tune.rl.options import check_grpo, sampling_of
+from k3tune.rl.options import check_combinations, check_grpo, sampling_of
 from k3tune.rl.prompts import SAMPLE
 from k3tune.rl.rollout import Rollout, RolloutEngine
 from k3tune.rl.rollout_files import rollout_row, write_rollouts
@@ -108,7 +108,7 @@ class K3GRPOTrainer(K3Trainer, HookedGRPOTrainer):
         check_grpo(args)
         self.rollout = RolloutArguments() if rollout is None else rollout
         self.monitor = MonitorArguments() if monitor is None else monitor
-        _check_combinations(args, self.rollout, len(rewards))
+        check_combinations(args, self.rollout, len(rewards))
         _check_data(args, train_dataset, eval_dataset)
         settle(args)
         fixed, free = (*options, self.rollout), (self.monitor, *free_options)
@@ -405,22 +405,6 @@ def _guarded(reward: Callable[..., Any]) -> GuardedReward:
         deadline_s=defaults.reward_deadline_s,
         skip_bad=defaults.on_bad_reward == "skip",
     )
-
-
-def _check_combinations(args: GRPOConfig, rollout: RolloutArguments, num_rewards: int) -> None:
-    generate_every = (args.steps_per_generation or 1) * args.num_iterations
-    aligned = args.gradient_accumulation_steps % generate_every == 0
-    if rollout.routing == "replay" and not aligned:
-        raise ConfigError(
-            f"routing is 'replay' and samples serve {generate_every} batches, expected at most "
-            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}): TRL's forward "
-            "for the older policy would not replay them"
-        )
-    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
-        raise ConfigError(
-            f"reward_weights are {args.reward_weights}, expected one for each of the "
-            f"{num_rewards} rewards"
-        )
 
 
 def _check_data(

@@ -6,6 +6,8 @@ from trl import GRPOConfig
 
 from k3tune.arguments import RolloutArguments
 from k3tune.errors import ConfigError
+from k3tune.option_checks import check_choice, check_integer, check_number
+from k3tune.plan.layout import check_count
 from k3tune.rl.rollout import Sampling
 from k3tune.train.options import check_trainer
 
@@ -40,6 +42,14 @@ _UNREAD = {
     "router_aux_loss_coef": "K3's routers are frozen",
 }
 
+# Of TRL's GRPO; it looks at them once the first step was sampled.
+_CHOICES = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+
 
 def check_grpo(args: GRPOConfig) -> None:
     """Refuse options that would not be read, or would make the ratio of the policies wrong.
@@ -48,8 +58,15 @@ def check_grpo(args: GRPOConfig) -> None:
         ConfigError: naming the option, its value and the reason.
     """
     check_trainer(args, _UNREAD)
-    if args.max_completion_length is None:
-        raise ConfigError("max_completion_length is None, expected the longest completion, tokens")
+    check_count("max_completion_length", args.max_completion_length)
+    for name, choices in _CHOICES.items():
+        check_choice(name, getattr(args, name), choices)
+    for name in ("beta", "epsilon", "entropy_coef"):
+        check_number(name, getattr(args, name), least=0)
+    check_integer("num_iterations", args.num_iterations, least=1)
+    check_integer("steps_per_generation", args.steps_per_generation, least=1)
+    if not all(type(weight) in (int, float) for weight in args.reward_weights or ()):
+        raise ConfigError(f"reward_weights are {args.reward_weights}, expected a list of numbers")
     sampling_of(args, ())
 
 
@@ -69,6 +86,27 @@ def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int]) -> Sampling:
         temperature=args.temperature,
         stop_token_ids=tuple(stop_token_ids),
     )
+
+
+def check_combinations(args: GRPOConfig, rollout: RolloutArguments, num_rewards: int) -> None:
+    """Whether routing can be replayed, and every reward has its weight.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    generate_every = (args.steps_per_generation or 1) * args.num_iterations
+    aligned = args.gradient_accumulation_steps % generate_every == 0
+    if rollout.routing == "replay" and not aligned:
+        raise ConfigError(
+            f"routing is 'replay' and samples serve {generate_every} batches, expected at most "
+            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}): TRL's forward "
+            "for the older policy would not replay them"
+        )
+    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
+        raise ConfigError(
+            f"reward_weights are {args.reward_weights}, expected one for each of the "
+            f"{num_rewards} rewards"
+        )
 
 
 def check_overlap(args: GRPOConfig, rollout: RolloutArguments) -> None:

@@ -42,6 +42,7 @@ class _Request(NamedTuple):
     def of(
         cls, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> "_Request":
+        """As ``generate`` is given them."""
         return cls(tuple(map(tuple, prompts)), sampling, tuple(seeds))
 
 

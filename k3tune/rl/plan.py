@@ -11,7 +11,9 @@ from k3tune.arguments import (
     RewardArguments,
     RolloutArguments,
 )
-from k3tune.rl.options import check_grpo, check_overlap
+from k3tune.plan.layout import check_count
+from k3tune.rl.options import check_combinations, check_grpo, check_overlap
+from k3tune.rl.setup import build_rewards
 from k3tune.train.plan import describe
 
 
@@ -27,8 +29,9 @@ def describe_grpo(
 ) -> str:
     """Resolved config, trainable parameters by group and a memory estimate, for people.
 
-    Left out of the estimate: what the local engine holds while it samples (its copy of the factors
-    and the caches of ``rollout_batch_size`` completions).
+    The rewards are found, which runs the code of modules they are in, and are not called. Left out
+    of the estimate: what the local engine holds while it samples (its copy of the factors and the
+    caches of ``rollout_batch_size`` completions).
 
     Args:
         model, lora, prompts, reward, rollout, monitor, training: the run's options.
@@ -38,8 +41,10 @@ def describe_grpo(
         ConfigError, AdapterError: if the run could not start with these options.
     """
     check_grpo(training)
+    check_combinations(training, rollout, len(build_rewards(reward)))
     if rollout.overlap:
         check_overlap(training, rollout)
     own = (model, lora, prompts, reward, rollout, monitor)
     row_tokens = prompts.max_prompt_length + (training.max_completion_length or 0)
+    check_count("max_prompt_length + max_completion_length", row_tokens)
     return describe(model, lora, training, row_tokens, own, parallel)

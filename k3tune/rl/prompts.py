@@ -62,6 +62,8 @@ def load_prompts(path: str, data: PromptArguments, tokenizer: K3Tokenizer) -> da
             continue
         columns["sample_id"].append(number)
         columns[SAMPLE].append(json.dumps(sample))
+    if not len(rows):
+        raise DataError(f"{path} holds no prompt, expected at least one", Problem.UNKNOWN_FORM)
     num_kept = len(columns[SAMPLE])
     report = f"{path}: {num_kept} of {len(rows)} prompts kept"
     if problems:

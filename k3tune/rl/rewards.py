@@ -74,6 +74,11 @@ def find_reward(name: str) -> RewardFunction:
     Raises:
         ConfigError: if there is none, saying where it was looked for.
     """
+    if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            "rewards holds 'reasoning_gym', which needs the package reasoning-gym: pip install "
+            '"k3tune[demo]"'
+        )
     if name in SHIPPED:
         return SHIPPED[name]
     place, colon, function = name.rpartition(":")

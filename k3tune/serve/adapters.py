@@ -1,7 +1,6 @@
 """The base with several adapters, of which a forward applies one or none."""
 
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,7 @@ class AdaptedModel:
         Raises:
             AdapterError, CheckpointError: if it does not fit the base or is damaged.
         """
-        with _BUILDING, warnings.catch_warnings():
-            # PEFT asks transformers by an old name: nothing a user could mend
-            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
+        with _BUILDING:
             self._peft = load_adapter(self._peft or self.base, folder, adapter_name=key)
         self._keys.add(key)
         self._find_layers()

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from k3tune.errors import ConfigError, K3TuneError
+from k3tune.errors import K3TuneError
 from k3tune.files import shown
 from k3tune.serve.adapters import AdaptedModel
 from k3tune.serve.limits import Limits, Refused
@@ -82,12 +82,15 @@ class Registry:
     def preload(self, name: str, folder: Path, model: AdaptedModel) -> None:
         """Load any folder before the worker runs.
 
+        Args:
+            name: not yet taken.
+            folder: of the adapter.
+            model: the worker's.
+
         Raises:
-            ConfigError: if the name is taken.
             AdapterError, CheckpointError: if the adapter is not usable.
         """
-        if name in (self.base, *self._adapters):
-            raise ConfigError(f"two models are called {name}: give the adapter another name")
+        assert name not in (self.base, *self._adapters), f"{name=}"
         key = f"adapter_{next(self._numbers)}"
         model.load(key, folder)
         self._adapters[name] = (key, folder)

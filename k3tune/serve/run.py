@@ -45,6 +45,9 @@ class ServeOptions:
         host, port: where it listens; port 0 takes a free one.
         limits: of requests.
         numerics: more of what a floor depends on, for ``/version``.
+
+    Raises:
+        ConfigError: if the root is no folder, or an adapter has the base's name.
     """
 
     base_name: str
@@ -56,6 +59,17 @@ class ServeOptions:
     port: int = 8000
     limits: Limits = field(default_factory=Limits)
     numerics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.adapter_root is not None and not self.adapter_root.is_dir():
+            raise ConfigError(
+                f"--adapter-root is {self.adapter_root}, expected a folder: make it first"
+            )
+        if self.base_name in self.adapters:
+            raise ConfigError(
+                f"two models are called {self.base_name}: give the adapter another name, or the "
+                "base one with --served-name"
+            )
 
 
 def build_app(
@@ -70,12 +84,8 @@ def build_app(
         token: bearer token that requests must have; None asks for none.
 
     Raises:
-        ConfigError, AdapterError: if an option or an adapter is not usable.
+        AdapterError, CheckpointError: if an adapter is not usable.
     """
-    if options.adapter_root is not None and not options.adapter_root.is_dir():
-        raise ConfigError(
-            f"--adapter-root is {options.adapter_root}, expected a folder: make it first"
-        )
     base.eval()
     adapted = AdaptedModel(base)
     worker = Worker(adapted, options.limits, return_routing=options.return_routing)
@@ -105,7 +115,7 @@ def run(base: K3ForCausalLM, tokenizer: K3Tokenizer | None, options: ServeOption
     The bearer token is that of the environment variable ``K3TUNE_API_TOKEN``; it is never printed.
 
     Raises:
-        ConfigError, AdapterError: as :func:`build_app`.
+        AdapterError, CheckpointError: as :func:`build_app`.
     """
     token = os.environ.get(TOKEN_VARIABLE, "").strip() or None
     if not is_loopback(options.host):

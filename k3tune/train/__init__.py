@@ -6,7 +6,7 @@ from k3tune.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from k3tune.train.launch import prepare_launch, run_recipe
-    from k3tune.train.options import parse_options
+    from k3tune.train.parsing import parse_options
     from k3tune.train.plan import describe_run
     from k3tune.train.setup import build_datasets, build_model, load_tokenizer
     from k3tune.train.sft import K3SFTTrainer
@@ -29,7 +29,7 @@ __getattr__, __dir__ = lazy_attributes(
         "build_model": "k3tune.train.setup",
         "describe_run": "k3tune.train.plan",
         "load_tokenizer": "k3tune.train.setup",
-        "parse_options": "k3tune.train.options",
+        "parse_options": "k3tune.train.parsing",
         "prepare_launch": "k3tune.train.launch",
         "run_recipe": "k3tune.train.launch",
     },

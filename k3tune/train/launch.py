@@ -1,8 +1,8 @@
 """The outermost layer of a recipe: what must stand before a distributed start, and exit codes.
 
 Exit codes: 0 the run finished; 2 options, data or base are not usable, or the run was stopped by a
-loss that is not finite (one sentence on stderr); 143 SIGTERM came, the checkpoint is written and
-the same command goes on from it.
+loss that is not finite (one sentence on stderr); 130 Ctrl-C; 143 SIGTERM came, the checkpoint is
+written and the same command goes on from it.
 """
 
 import logging
@@ -16,6 +16,7 @@ from k3tune.errors import K3TuneError
 from k3tune.parallel.failures import failures_end_job
 
 USER_ERROR = 2
+INTERRUPTED = 128 + 2
 TERMINATED = 128 + 15
 
 
@@ -48,3 +49,10 @@ def run_recipe(main: Callable[[], int]) -> int:
     except K3TuneError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR
+    except KeyboardInterrupt:
+        # a progress bar has not ended its line
+        sys.stderr.write(
+            "\nstopped by Ctrl-C in the middle of a step: the same command goes on from the last "
+            "checkpoint, if there is one\n"
+        )
+        return INTERRUPTED

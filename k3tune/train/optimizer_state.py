@@ -260,6 +260,7 @@ class _StateReader(ExitStack):
         self._open: dict[str, Any] = {}
 
     def state(self, name: str, numbers: dict[str, float], view: OptimizerView) -> NamedState:
+        """A parameter's state: its tensors from the files, its rows as ``view`` holds them."""
         held = None if view.rows is None else view.rows.held(name)
         tensors = {}
         for key in self._keys.get(name, []):

@@ -1,15 +1,16 @@
-"""A recipe's YAML and flags, parsed by TRL's parser, with what it would let pass refused."""
+"""TRL's options held against what K3, and a run that must resume, can have."""
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import yaml
 from transformers import TrainingArguments
-from trl import SFTConfig, TrlParser
+from trl import SFTConfig
 
 from k3tune.errors import ConfigError
+from k3tune.option_checks import check_choice
+from k3tune.plan.layout import check_count
+from k3tune.train.rehearsal import check_values
 
 AUTOCAST_REASON = (
     "expected false: autocast would compute K3's F32 parts (router, decay, norms, SiTU, combine) "
@@ -31,6 +32,9 @@ _REFUSED = {
     "torch_compile": "expected false: not tested with the packed experts",
 }
 
+LOSS_TYPES = ("nll", "dft")
+"""TRL's losses of SFT."""
+
 TOKENISED = {"skip_prepare_dataset": True}
 """TRL's ``dataset_kwargs`` for samples that it shall take as they are."""
 
@@ -50,30 +54,6 @@ _UNREAD = {
 }
 
 
-def parse_options(parser: TrlParser, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Parse flags and the YAML that ``--config`` names, flags first.
-
-    Args:
-        parser: over the dataclasses of the recipe.
-        argv: without the program's name; None is the process's own.
-
-    Returns:
-        One instance of each dataclass, in the parser's order.
-
-    Raises:
-        ConfigError: if the YAML cannot be read, sets environment variables, or has an unknown key,
-            or a value is not usable.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    _check_file(words)
-    try:
-        return parser.parse_args_and_config(words)
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, FileNotFoundError, NotImplementedError) as error:
-        raise ConfigError(f"the options cannot be used: {error}") from error
-
-
 def check_training(args: SFTConfig) -> None:
     """Refuse what TRL's SFT or transformers allow and K3, or a run that must resume, does not.
 
@@ -85,8 +65,8 @@ def check_training(args: SFTConfig) -> None:
         raise ConfigError(
             f"dataset_kwargs is {args.dataset_kwargs!r}, expected None: samples come tokenised"
         )
-    if args.max_length is None:
-        raise ConfigError("max_length is None, expected the longest sample or row in tokens")
+    check_count("max_length", args.max_length)
+    check_choice("loss_type", args.loss_type, LOSS_TYPES)
 
 
 def check_trainer(args: TrainingArguments, unread: Mapping[str, str]) -> None:
@@ -99,6 +79,7 @@ def check_trainer(args: TrainingArguments, unread: Mapping[str, str]) -> None:
     Raises:
         ConfigError: naming the option, its value and the reason.
     """
+    check_values(args)
     for name, reason in _REFUSED.items():
         if value := getattr(args, name):
             raise ConfigError(f"{name} is {value!r}, {reason}")
@@ -126,52 +107,3 @@ def check_trainer(args: TrainingArguments, unread: Mapping[str, str]) -> None:
     for name, (value, expected, reason) in needed.items():
         if value not in expected:
             raise ConfigError(f"{name} is {value!r}, expected {expected[0]!r}: {reason}")
-
-
-def _check_file(words: list[str]) -> None:
-    if "--config" not in words:
-        return
-    place = words.index("--config") + 1
-    if place == len(words):
-        raise ConfigError("--config names no file, expected one YAML file")
-    if "--config" in words[place:]:
-        raise ConfigError("--config is given twice, expected exactly one YAML file")
-    path = words[place]
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        content = yaml.safe_load(text)
-        twice = _repeated_key(yaml.compose(text, yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    # a date of a 13th month is a ValueError, and brackets in brackets have an end
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no YAML: {reason}") from error
-    if twice:
-        raise ConfigError(
-            f"{path} has {twice}, expected each key once: the last one would be taken unsaid"
-        )
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, expected options as keys")
-    if "env" in content:
-        raise ConfigError(
-            f"{path} has an env block, expected options only: a config that sets environment "
-            "variables changes more than the run it describes; set them where you launch"
-        )
-
-
-def _repeated_key(node: yaml.Node | None) -> str | None:
-    """A key that stands twice in one mapping, and in which line it stands again."""
-    below: list[yaml.Node] = []
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    return f"{key.value} again in line {key.start_mark.line + 1}"
-                seen.add(key.value)
-            below.append(value)
-    elif isinstance(node, yaml.SequenceNode):
-        below.extend(node.value)
-    return next(filter(None, map(_repeated_key, below)), None)

@@ -10,8 +10,9 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from k3tune.arguments import LoraArguments, ModelArguments, ParallelArguments
-from k3tune.lora import LoraSpec
 from k3tune.lora.keys import parse_key
+from k3tune.lora.modules import module_shapes
+from k3tune.lora.plan import match_tensors
 from k3tune.lora.read import read_adapter
 from k3tune.lora.targets import group_of
 from k3tune.parallel.expert_parallel import choose_shards
@@ -86,14 +87,17 @@ def run_adapter(architecture: Architecture, lora: LoraArguments, seed: int) -> A
         seed: of the run.
 
     Raises:
-        AdapterError: if a target matches nothing, or the adapter cannot be read.
+        AdapterError: if a target matches nothing, or the adapter cannot be read or does not fit.
     """
     if lora.adapter is None:
-        return adapter_size(architecture, LoraSpec(**lora.spec_fields(seed)))
+        return adapter_size(architecture, lora.spec(seed))
+    files = read_adapter(lora.adapter)
+    # refuses one of another base
+    match_tensors(files, module_shapes(architecture))
     by_group: Counter[str] = Counter()
     owned = shared = 0
     ranks: dict[str, int] = {}
-    for key, stored in read_adapter(lora.adapter).tensors.items():
+    for key, stored in files.tensors.items():
         factor, numbers = parse_key(key), math.prod(stored.shape)
         module = key if factor is None else factor.module
         by_group[group_of(module)] += numbers
@@ -129,7 +133,9 @@ def run_layout(
     size = parallel.expert_parallel_size
     group = int(parallel.trunk_shard) if parallel.trunk_shard.isdecimal() else 1
     processes = int(os.environ.get("WORLD_SIZE") or math.lcm(size, group))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or min(processes, _PROCESSES_PER_NODE))
+    # as torchrun and accelerate say it, or DeepSpeed's launcher
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    per_node = int(said or min(processes, _PROCESSES_PER_NODE))
     plugin = training.deepspeed_plugin
     stage = plugin.zero_stage if plugin else 0
     return Layout(

@@ -2,7 +2,6 @@
 
 import logging
 from functools import partial
-from pathlib import Path
 from random import Random
 
 import datasets
@@ -13,10 +12,10 @@ from transformers import IntervalStrategy, TrainingArguments
 from trl import SFTConfig
 
 from k3tune.arguments import DataArguments, LoraArguments, ModelArguments, ParallelArguments
-from k3tune.data import K3Tokenizer, pack
+from k3tune.data import K3Tokenizer, loading, pack
 from k3tune.data.sources import SampleOptions, load_samples
 from k3tune.errors import ConfigError
-from k3tune.lora import LoraSpec, attach_lora, load_adapter
+from k3tune.lora import attach_lora, load_adapter
 from k3tune.model import load_base
 from k3tune.parallel.dispatch import DispatchOptions
 from k3tune.parallel.expert_parallel import ExpertParallel, check_zero, choose_shards
@@ -43,7 +42,7 @@ def build_model(
         ConfigError, CheckpointError, AdapterError: if base or adapter cannot be had as asked.
     """
     parallel = parallel or ParallelArguments()
-    architecture = parse_config(read_config(resolve_checkpoint(model.base, weights=False)))
+    architecture = _architecture(model)
     experts = start_expert_parallel(architecture, training, parallel)
     group = start_trunk_shards(training, parallel)
     load = load_base if group is None else partial(load_sharded_base, group=group)
@@ -58,7 +57,7 @@ def build_model(
         logger.warning("going on with the adapter %s: lora_* options are not used", lora.adapter)
         adapted = load_adapter(base, lora.adapter, trainable=True)
     else:
-        adapted = attach_lora(base, LoraSpec(**lora.spec_fields(training.seed)))
+        adapted = attach_lora(base, lora.spec(training.seed))
     if experts is not None:
         experts.attach(adapted)
     return adapted
@@ -118,19 +117,12 @@ def load_tokenizer(model: ModelArguments) -> K3Tokenizer:
     """The base's tokenizer.
 
     Raises:
-        ConfigError: if its files are not there.
+        ConfigError: if its files are not there, or it has ids the base does not have.
         CheckpointError: if they do not make one.
     """
-    path = model.tokenizer_path
-    if Path(path).is_dir() and not (Path(path) / "tiktoken.model").is_file():
-        raise ConfigError(
-            f"{path} holds no tiktoken.model, expected the tokenizer's files there: download them, "
-            "or name their folder with tokenizer"
-        )
-    try:
-        return K3Tokenizer.from_pretrained(path)
-    except OSError as error:
-        raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
+    vocab_size = _architecture(model).vocab_size
+    otherwise = "name their folder with tokenizer"
+    return loading.load_tokenizer(model.tokenizer_path, vocab_size, otherwise)
 
 
 def build_datasets(
@@ -177,6 +169,10 @@ def build_datasets(
         train = _packed("train", train, *sizes)
         held_out = None if held_out is None else _packed("eval", held_out, *sizes)
     return train, held_out
+
+
+def _architecture(model: ModelArguments) -> Architecture:
+    return parse_config(read_config(resolve_checkpoint(model.base, weights=False)))
 
 
 def _read(path: str, tokenizer: K3Tokenizer, options: SampleOptions) -> datasets.Dataset:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from k3tune.errors import CheckpointError
 
@@ -55,15 +56,21 @@ def new_checkpoint(output_dir: str | Path, step: int) -> Iterator[Path]:
     the name already is replaced.
 
     Raises:
-        CheckpointError: if it holds anything but safetensors and JSON files.
+        CheckpointError: if it cannot be written, as on a full disk, or holds anything but
+            safetensors and JSON files.
     """
     target = checkpoint_path(output_dir, step)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         yield temporary
         _seal(temporary)
         _publish(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {error}: make room there, or name another output_dir; "
+            "the checkpoints before it are kept"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Peak speed of known devices, and the work that a trained token takes on a frozen base."""
+"""What a device could do, and the work that a trained token takes on a frozen base."""
 
 from typing import Any
 
@@ -8,30 +8,14 @@ from k3tune.lora import adapter_parameters
 from k3tune.lora.inject import base_of
 from k3tune.lora.targets import adaptable_modules
 from k3tune.model.latent_moe import LatentMoE, PackedProjection
-
-# Dense BF16 multiply-add peaks of the vendors' data sheets, FLOP/s. The first name that the
-# device's name holds counts, so narrower ones stand first; devices not listed have no MFU.
-PEAK_BF16_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-    "MI350X": 2300e12,
-    "MI355X": 2500e12,
-}
+from k3tune.plan.hardware import dense_peak
 
 
 def device_peak(device: torch.device) -> float | None:
     """Dense BF16 peak of a device in FLOP/s; None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
+    return dense_peak(torch.cuda.get_device_name(device))
 
 
 def flops_per_token(model: Any) -> float:

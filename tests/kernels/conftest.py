@@ -9,6 +9,11 @@ import torch
 # Helpers of these tests (cases, interpreter) are plain modules beside them.
 sys.path.insert(0, str(Path(__file__).parent))
 
+# A device context knows torch.empty by identity and looks once, at its first use: that must be
+# before it is replaced here, or later models on the meta device would fill the memory.
+with torch.device("cpu"):
+    torch.zeros(1)
+
 
 @pytest.fixture(autouse=True)
 def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:

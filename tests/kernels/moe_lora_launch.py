@@ -1,20 +1,32 @@
-"""Single kernels of ``moe_lora`` on small operands, for the tests in the interpreter.
+"""Single kernels of ``moe_lora`` on small operands, and tiers, for the tests in the interpreter.
 
 Shapes: M rows, D model (latent) dim, F expert hidden dim, E experts.
 """
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
 import torch
 
 from k3tune_kernels.moe_lora.launcher import Adapter, Launcher
 from k3tune_kernels.moe_lora.operands import PackedWeight
 from k3tune_kernels.moe_lora.routing import route
 from k3tune_kernels.moe_lora.row_kernels import _dequantise_kernel
-from moe_lora_cases import SITU
+from moe_lora_cases import SITU, Case
 
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 # 4 and 6 times 2^126 pass the range of bf16 and fp32.
 FINITE_SCALES = torch.arange(253, dtype=torch.uint8)
 NO_LORA = Adapter(None, None, None, 0)
+
+
+def in_tiers(cases: Mapping[str, Case], *, slow: Collection[str]) -> list[Any]:
+    """Cases as parameters named by their keys, some of them in the slow tier."""
+    return [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, case in cases.items()
+    ]
 
 
 def launcher_for(

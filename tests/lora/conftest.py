@@ -1,6 +1,7 @@
 """A small base with nothing equal to anything else, and adapters for it."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         moe_intermediate_size=64,
         vocab_size=96,
     )
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A directory's copy; it is made once for all tests that ask with the same arguments."""
+    made: dict[str, Path] = {}
+
+    def copy(make: Callable[[Path], Any], target: Path, **arguments: Any) -> Path:
+        key = repr((target.name, arguments))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("made") / target.name
+            make(made[key])
+        return shutil.copytree(made[key], target)
+
+    return copy
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -30,6 +31,17 @@ GROUPS = {
 
 def adapted(model) -> set[str]:
     return {name.removeprefix("model.layers.") for name in adapter_layers(model, "default")}
+
+
+def test_no_library_warns_of_old_names(base, spec):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model = attach_lora(base, spec(targets=("dense",)))
+        # as TRL does at every step
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert base.is_activation_checkpointing
+        model.gradient_checkpointing_disable()
+        assert not base.is_activation_checkpointing
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -164,7 +176,7 @@ def test_counts_are_said(base, spec, caplog):
         ({"targets": ["dense"], "layers": [1, 2]}, "'dense' matches no module in layers 1, 2"),
         ({"targets": ["lm_head"]}, "fits only modules that cannot be adapted, such as lm_head"),
         ({"targets": ["gate"]}, "cannot be adapted, such as model.layers.1.*gate .Router"),
-        ({"layers": [1, 3]}, "layers names 3, expected layers from 0 to 2: the base has 3"),
+        ({"layers": [1, 3]}, "layer 3 is to be adapted, expected layers from 0 to 2: the base"),
         ({"rank_pattern": {"w4": 3}}, "pattern 'w4' matches no module; near names"),
         (
             {"targets": ["latent"], "alpha_pattern": {"q_proj": 3}},

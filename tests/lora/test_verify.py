@@ -17,28 +17,39 @@ TARGETS = ("self_attn.o_proj", "experts", "shared_experts", "self_attn.q_proj")
 
 
 @pytest.fixture
-def adapter(folder, spec, randomise, tmp_path):
+def adapter(folder, spec, randomise, tmp_path, copied):
     """Train (as it were) and save an adapter; its directory is ``tmp_path / "trained"``."""
 
     def save(form="per_expert", version=3, dtype=torch.bfloat16, **fields):
-        model = load_base(folder, dtype=torch.float32, kernels="reference")
-        model = attach_lora(model, spec(**{"targets": TARGETS, "form": form, "rank": 4, **fields}))
-        if version:
-            randomise(model)
-        return save_adapter(model, tmp_path / "trained", dtype=dtype, version=version)
+        def train(out):
+            base = load_base(folder, dtype=torch.float32, kernels="reference")
+            model = attach_lora(
+                base, spec(**{"targets": TARGETS, "form": form, "rank": 4, **fields})
+            )
+            if version:
+                randomise(model)
+            save_adapter(model, out, dtype=dtype, version=version)
+
+        key = {"form": form, "version": version, "dtype": dtype, **fields}
+        return copied(train, tmp_path / "trained", **key)
 
     return save
 
 
 @pytest.fixture
-def exported(adapter, folder, tmp_path):
+def exported(adapter, folder, tmp_path, copied):
     """The directory of an export."""
 
     def export(consumer="vllm", form=None, source_form="per_expert", drop=(), **fields):
         source = adapter(source_form, **fields)
-        out = tmp_path / "out"
-        export_adapter(source, out, format=consumer, form=form, base=folder, drop=drop)
-        return out
+        options = {"format": consumer, "form": form, "drop": drop}
+        return copied(
+            lambda out: export_adapter(source, out, base=folder, **options),
+            tmp_path / "out",
+            source_form=source_form,
+            **options,
+            **fields,
+        )
 
     return export
 

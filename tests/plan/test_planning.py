@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from checkpoints import make_config
+from k3tune.commands.plan import Gpu
 from k3tune.errors import AdapterError, ConfigError
 from k3tune.lora import LoraSpec
 from k3tune.plan import plan
 from k3tune.plan.figures import plan_json
-from k3tune.plan.hardware import find_hardware, known_hardware
+from k3tune.plan.hardware import dense_peak, find_hardware, known_hardware
 from k3tune.plan.layout import largest_expert_parallel_size
 from k3tune.plan.planning import DEFAULT_LORA, Wishes, gpu_counts
 from k3tune.plan.render import render_plan
@@ -143,6 +145,13 @@ def test_every_device_has_figures_and_their_source(gpu):
     assert device.network_bytes_per_s <= device.link_bytes_per_s and len(device.source) > 40
 
 
+def test_the_command_offers_every_device_and_a_runs_mfu_knows_them():
+    assert get_args(get_args(Gpu)[0]) == known_hardware()
+    assert dense_peak("NVIDIA H200") == find_hardware("h200").flops_per_s
+    # of a slower card with nearly the same name
+    assert dense_peak("NVIDIA H200 NVL") is None
+
+
 def test_own_memory_and_bandwidth_replace_the_tables():
     device = find_hardware("h200", memory_gb=160, bandwidth_gb_per_s=5000)
     assert (device.memory_bytes, device.bandwidth_bytes_per_s) == (160 * GB, 5000 * GB)
@@ -166,7 +175,7 @@ def test_a_search_keeps_to_every_split_that_was_asked_for():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"gpu": "a100"}, "one of h200, h100"),
+        ({"gpu": "v100"}, "one of h200, h100"),
         ({"gpus": 0}, "at least 1"),
         ({"imbalance": 0.5}, "from 1 on"),
         ({"imbalance": math.nan}, "from 1 on"),

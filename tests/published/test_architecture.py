@@ -12,14 +12,14 @@ HUGE = 10**400
 
 
 def _refused(config, *parts):
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ConfigError) as caught:
         parse_config(config)
     message = str(caught.value)
     for part in parts:
         assert part in message, message
     assert len(message) < 700 and message.isprintable(), message
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def _changed(name, value):

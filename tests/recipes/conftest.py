@@ -37,16 +37,17 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def launch(repository, environment):
-    """Run the recipe under ``accelerate launch`` with one of the shipped config files."""
+    """Run a recipe under ``accelerate launch`` with a config file, or a shipped one by its name."""
 
-    def launch(accelerate_config: str, *words: str) -> str:
+    def launch(accelerate_config: str | Path, *words: str, recipe: str = "sft") -> str:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        shipped = Path("recipes", "accelerate", f"{accelerate_config}.yaml")
+        file = accelerate_config if isinstance(accelerate_config, Path) else shipped
         command = [
-            *(sys.executable, "-m", "accelerate.commands.launch"),
-            *("--config_file", f"recipes/accelerate/{accelerate_config}.yaml"),
-            *("--main_process_port", str(port), "recipes/sft.py", *words),
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)),
+            *("--main_process_port", str(port), f"recipes/{recipe}.py", *words),
         ]
         result = subprocess.run(
             command, cwd=repository, env=environment, capture_output=True, text=True

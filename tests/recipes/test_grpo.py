@@ -97,6 +97,11 @@ def test_a_dry_run_prints_and_writes_nothing(words, tmp_path, repository, monkey
         (["--top_p", "0.9"], "error: top_p is 0.9, which would not be read"),
         (["--use_vllm", "true"], "error: use_vllm is True, which would not be read: engine says"),
         (["--importance_cap", "0.5"], "error: importance_cap is 0.5, expected a number above 1"),
+        (["--max_completion_length", "0"], "error: max_completion_length is 0, expected an int"),
+        (["--max_prompt_length", str(2**31)], "error: max_prompt_length + max_completion_length"),
+        (["--rewards", "accuracy"], "error: rewards holds 'accuracy', expected exact_match, "),
+        (["--rewards", "none_such:f"], "error: cannot load none_such, which rewards names: Mod"),
+        (["--reward_weights", "1.0"], "error: reward_weights are [1.0], expected one for each"),
         (["--floor_prompts", "2"], "error: floor_prompts is 2, expected 0 or at least 4"),
         (
             ["--on_stale_version", "correct", "--importance_sampling", "none"],

@@ -54,10 +54,19 @@ def golden(repository):
     return json.loads((repository / "tests/recipes/golden/nano_sft_tiny.json").read_text())
 
 
-def test_the_command_line_trains_to_the_golden_losses(start, flags, golden, tmp_path):
-    process = start(*flags, "--output_dir", str(tmp_path))
-    printed, _ = process.communicate()
-    assert process.returncode == 0, printed
+@pytest.mark.parametrize(
+    "program", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["main", "program"]
+)
+def test_the_command_line_trains_to_the_golden_losses(
+    start, flags, golden, tmp_path, repository, monkeypatch, program
+):
+    words = [*flags, "--output_dir", str(tmp_path)]
+    if program:
+        process = start(*words)
+        printed, _ = process.communicate()
+        assert process.returncode == 0, printed
+    else:
+        assert run_here(repository, monkeypatch, *words) == 0
     found = torch.tensor(losses(tmp_path))
     expected = torch.tensor(golden["losses"])
     print(f"largest relative difference {((found - expected) / expected).abs().max():.1e}")
@@ -134,7 +143,8 @@ def test_what_a_user_gets_wrong_is_one_sentence(
 
 def wait_for_step(output_dir, step):
     """Until the log holds the record of a step."""
-    for _ in range(2000):
+    # a process alone takes 8 s to import everything, beside other jobs several times as long
+    for _ in range(12_000):
         file = output_dir / "run_log.jsonl"
         if file.is_file() and any(r["step"] >= step for r in read_run_log(file).of_kind("train")):
             return

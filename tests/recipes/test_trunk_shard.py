@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 # The tiny prompts of the RL tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "rl"))
@@ -78,6 +79,45 @@ def test_sft_with_a_sharded_trunk_is_the_same_run(launch, flags, tmp_path, exper
     assert set(resident) == {sum(part_bytes(unit, 2) for unit in planned_units)}
 
 
+@pytest.fixture
+def four(repository, tmp_path):
+    """Writes a config file for four processes and a ZeRO stage."""
+
+    def write(zero_stage):
+        shipped = repository / "recipes" / "accelerate" / "cpu2.yaml"
+        config = yaml.safe_load(shipped.read_text())
+        config["num_processes"] = 4
+        config["deepspeed_config"]["zero_stage"] = zero_stage
+        file = tmp_path / "four.yaml"
+        file.write_text(yaml.safe_dump(config))
+        return file
+
+    return write
+
+
+ON_FOUR = [(4, 2, 1), (2, 4, 2)]
+"""Ranks that share experts, ranks that share a trunk (fewer, and more), ZeRO stage."""
+
+
+@pytest.mark.parametrize(("experts", "trunk", "zero_stage"), ON_FOUR)
+def test_sft_on_four_processes_is_the_same_run(
+    launch, flags, four, tmp_path, experts, trunk, zero_stage
+):
+    words = (*flags, *CHECKPOINTED, "--expert_parallel_size", str(experts))
+    words += ("--per_device_train_batch_size", "2")
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    file = four(zero_stage)
+    launch(file, *words, "--output_dir", str(whole))
+    launch(file, *words, "--output_dir", str(sharded), "--trunk_shard", str(trunk))
+    assert len(curve(sharded)) == 6
+    assert_same_run(sharded, whole)
+    architecture = parse_config(read_config(words[words.index("--base") + 1]))
+    base = base_bytes(architecture, "float32")
+    _, _, resident = zip(*trunk_of(sharded), strict=True)
+    units = [*base.weights, [base.embedding]]
+    assert set(resident) == {sum(part_bytes(unit, trunk) for unit in units)}
+
+
 def test_a_run_goes_on_with_its_trunk_spread_otherwise(launch, flags, tmp_path):
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     words = (*flags, *CHECKPOINTED, "--per_device_train_batch_size", "4")
@@ -102,29 +142,24 @@ def test_without_checkpointing_a_sharded_trunk_is_refused(flags, repository, env
     assert "trunk_shard is 2 and activation_checkpointing is off, expected on" in result.stderr
 
 
-@pytest.mark.parametrize("experts", ["1", "2"])
-def test_grpo_with_a_sharded_trunk_is_the_same_run(repository, environment, tmp_path, experts):
-    base = make_base(tmp_path / "base")
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 8)
-    (tmp_path / "mine.py").write_text(REWARD)
-    runs = [tmp_path / name for name in ("whole", "sharded")]
-    for output_dir, trunk_shard in zip(runs, ("none", "node"), strict=True):
-        command = [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
-            *("recipes/accelerate/cpu2.yaml", "--main_process_port", "0", "recipes/grpo.py"),
+def same_grpo_runs(launch, folder, repository, accelerate_config, trunk, *words):
+    """The GRPO recipe with the trunk whole and shared; returns what the second one printed."""
+    base = make_base(folder / "base")
+    prompts = write_prompts(folder / "prompts.jsonl", 8)
+    (folder / "mine.py").write_text(REWARD)
+    runs = [folder / name for name in ("whole", "sharded")]
+    for output_dir, trunk_shard in zip(runs, ("none", trunk), strict=True):
+        printed = launch(
+            accelerate_config,
             *("--config", str(repository / "recipes" / "configs" / "nano_grpo.yaml")),
             *("--base", str(base), "--train_path", str(prompts), *CHECKPOINTED),
-            *("--rewards", f"{tmp_path / 'mine.py'}:length", "--num_generations", "2"),
+            *("--rewards", f"{folder / 'mine.py'}:length", "--num_generations", "2"),
             *("--per_device_train_batch_size", "2", "--max_completion_length", "6"),
             *("--max_steps", "5", "--save_steps", "2", "--floor_prompts", "4"),
             *("--floor_samples", "2", "--disable_tqdm", "true", "--report_to", "none"),
-            *("--output_dir", str(output_dir), "--trunk_shard", trunk_shard),
-            *("--expert_parallel_size", experts),
-        ]
-        result = subprocess.run(
-            command, cwd=repository, env=environment, capture_output=True, text=True, timeout=600
+            *("--output_dir", str(output_dir), "--trunk_shard", trunk_shard, *words),
+            recipe="grpo",
         )
-        assert result.returncode == 0, result.stdout + result.stderr
     assert len(curve(runs[1])) == 5
     assert_same_run(*reversed(runs))
     for kind in ("floor", "mismatch"):
@@ -132,4 +167,20 @@ def test_grpo_with_a_sharded_trunk_is_the_same_run(repository, environment, tmp_
         names = set(records[0][0]) - {"time", "key", "seconds"}
         for found, expected in zip(*records, strict=True):
             assert {n: found[n] for n in names} == {n: expected[n] for n in names}
-    assert "the trunk is sharded: every sampled token" in result.stdout + result.stderr
+    return printed
+
+
+@pytest.mark.parametrize("experts", ["1", "2"])
+def test_grpo_with_a_sharded_trunk_is_the_same_run(launch, repository, tmp_path, experts):
+    printed = same_grpo_runs(
+        launch, tmp_path, repository, "cpu2", "node", "--expert_parallel_size", experts
+    )
+    assert "the trunk is sharded: every sampled token" in printed
+
+
+@pytest.mark.parametrize(("experts", "trunk", "zero_stage"), ON_FOUR)
+def test_grpo_on_four_processes_is_the_same_run(
+    launch, repository, four, tmp_path, experts, trunk, zero_stage
+):
+    words = ("--expert_parallel_size", str(experts))
+    same_grpo_runs(launch, tmp_path, repository, four(zero_stage), str(trunk), *words)

@@ -107,6 +107,17 @@ def test_ten_thousand_samples_lose_nothing(kind, tmp_path):
         assert first.counts["restarts"] == second.counts["restarts"] == len(restarts)
 
 
+def test_no_more_requests_are_under_way_than_were_allowed():
+    options = dataclasses.replace(OPTIONS, max_concurrency=3)
+    faults = Faults({"delay": 1.0}, delay_s=0.02)
+    with FakeServer(faults=faults) as first, FakeServer(faults=faults) as second:
+        engine = engine_over([first, second], options)
+        prompts = [[index, 5] for index in range(30)]
+        check(engine.generate(prompts, SAMPLING, list(range(30))), prompts, 0)
+        assert first.most_open == second.most_open == 3
+        engine.close()
+
+
 def test_one_of_two_replicas_may_stay_away(tmp_path):
     with FakeServer() as first, FakeServer() as second:
         engine = engine_over([first, second])

@@ -1,10 +1,12 @@
 """Options of GRPO: own ones checked with the value that was seen, TRL's held against K3."""
 
 import dataclasses
+import inspect
 
 import pytest
 from tiny_grpo import make_grpo
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig
+from trl.trainer import grpo_trainer
 
 from k3tune import arguments
 from k3tune.arguments import (
@@ -18,7 +20,7 @@ from k3tune.arguments import (
     RunArguments,
 )
 from k3tune.errors import ConfigError
-from k3tune.rl.options import _UNREAD, check_grpo, check_overlap, sampling_of
+from k3tune.rl.options import _CHOICES, _UNREAD, check_grpo, check_overlap, sampling_of
 from k3tune.train import parse_options
 
 OWN = (
@@ -124,7 +126,7 @@ def test_choices_are_those_of_the_library():
 def test_the_shipped_files_are_options_that_can_be_used(repository, name, tmp_path):
     file = repository / "recipes" / "configs" / f"{name}.yaml"
     words = ["--config", str(file), "--output_dir", str(tmp_path), "--use_cpu", "true"]
-    *own, training = parse_options(TrlParser((*OWN, GRPOConfig)), words)
+    *own, training = parse_options((*OWN, GRPOConfig), words)
     assert {type(group) for group in own} == set(OWN)
     check_grpo(training)
     assert sampling_of(training, (1, 2)).stop_token_ids == (1, 2)
@@ -146,6 +148,12 @@ def test_what_would_not_be_read_is_refused(tmp_path, name):
         ({"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
         ({"max_completion_length": None}, "max_completion_length is None"),
         ({"torch_compile": True}, "torch_compile is True"),
+        ({"seed": -1}, "seed is -1, expected an integer from 0"),
+        ({"loss_type": "zip"}, "loss_type is 'zip', expected one of grpo, bnpo, dr_grpo, dapo"),
+        ({"scale_rewards": "x"}, "scale_rewards is 'x', expected one of group, batch, none"),
+        ({"beta": -0.1}, "beta is -0.1, expected a number of at least 0"),
+        ({"num_iterations": 0}, "num_iterations is 0, expected an integer of at least 1"),
+        ({"reward_weights": ["a"]}, "reward_weights are .'a'., expected a list of numbers"),
     ],
 )
 def test_what_k3_cannot_have_is_refused(tmp_path, options, message):
@@ -169,3 +177,10 @@ def test_what_k3_cannot_have_is_refused(tmp_path, options, message):
 def test_data_and_rewards_must_fit(base_folder, prompts_file, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         make_grpo(base_folder, prompts_file, tmp_path, **options)
+
+
+def test_choices_are_those_that_trl_knows():
+    source = inspect.getsource(grpo_trainer)
+    assert all(f'"{choice}"' in source for choices in _CHOICES.values() for choice in choices)
+    options = GRPOConfig.__dataclass_fields__
+    assert all(options[name].default in choices for name, choices in _CHOICES.items())

@@ -76,6 +76,12 @@ def test_or_left_out_and_counted(tmp_path, tokenizer, caplog):
     assert "2 of 6 prompts kept; left out: " in caplog.text and "2 unknown form" in caplog.text
 
 
+def test_an_empty_source_is_refused(tmp_path, tokenizer):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"empty.jsonl holds no prompt, expected at least one"):
+        load_prompts(str(tmp_path / "empty.jsonl"), PromptArguments(str(tmp_path)), tokenizer)
+
+
 def test_a_source_without_a_usable_prompt_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", [BAD[0][0]])
     with pytest.raises(DataError, match="0 of 1 prompts kept"):

@@ -1,5 +1,9 @@
-"""Servers in a thread of the tests' process."""
+"""Servers in a thread of the tests' process, or in a process of their own."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import uvicorn
 
@@ -21,6 +26,8 @@ from k3tune.serve.run import ServeOptions, build_app
 
 TARGETS = ("attention", "latent", "experts", "shared_experts", "dense")
 NAME = "tiny"
+COMMAND = "import sys; from k3tune.cli import main; main(sys.argv[1:])"
+ADDRESS = re.compile(r"running on (http://127\.0\.0\.1:\d+)")
 
 
 @dataclass
@@ -104,3 +111,31 @@ def start(
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def process(
+    repository: Path, *arguments: object, port: int = 0
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address and process; what it prints is read to its end."""
+    environment = os.environ | {"PYTHONPATH": f"{repository}:{repository / 'kernels'}"}
+    command = [sys.executable, "-c", COMMAND, "serve", *map(str, arguments), "--port", str(port)]
+    started = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert started.stderr is not None
+    said = []
+    try:
+        for line in started.stderr:
+            said.append(line)
+            found = ADDRESS.search(line)
+            if found:
+                break
+        else:
+            pytest.fail("".join(said))
+        rest = threading.Thread(target=started.stderr.read, daemon=True)
+        rest.start()
+        yield found[1], started
+    finally:
+        started.terminate()
+        started.wait(60)

@@ -10,7 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, start
+import uvicorn
+from running import Running, load, start
+
+from k3tune.serve.run import TOKEN_VARIABLE, ServeOptions, run
 
 BODY = {"prompt": [5, 6], "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
 LONG = BODY | {"max_tokens": 1000}
@@ -155,6 +158,23 @@ def test_a_token_is_asked_for_and_never_logged(folders, caplog):
             given = {"authorization": "Bearer secret-456"}
             assert client.post("/v1/completions", headers=given, json=BODY).status_code == 200
     assert "secret-456" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "said"),
+    [
+        ("0.0.0.0", None, "is open to other machines, over plain HTTP and without a token"),
+        ("0.0.0.0", "secret-789", "is open to other machines, over plain HTTP: put a TLS proxy"),
+        ("127.0.0.1", None, ""),
+    ],
+)
+def test_an_open_address_is_warned_of(folders, monkeypatch, caplog, host, token, said):
+    monkeypatch.setattr(uvicorn.Server, "run", lambda _: None)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    if token is not None:
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+    run(load(folders), None, ServeOptions("tiny", host=host))
+    assert said in caplog.text and bool(said) == bool(caplog.text) and "secret" not in caplog.text
 
 
 def test_a_server_that_stops_lets_answers_end(folders):

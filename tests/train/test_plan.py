@@ -106,11 +106,21 @@ def test_a_dry_run_says_config_parameters_and_memory(config_only, tmp_path):
     assert "computed, not measured" in text
 
 
-def test_a_dry_run_refuses_what_the_run_would(config_only, tmp_path):
+def test_a_dry_run_refuses_what_the_run_would(config_only, repository, tmp_path):
     model = ModelArguments(str(config_only))
     with pytest.raises(AdapterError, match="matches no module"):
         lora = LoraArguments(lora_targets=["nothing"])
         describe_run(model, lora, SFTConfig(str(tmp_path), **COMMON))
+    with pytest.raises(AdapterError, match="is the adapter of another base"):
+        folder = repository / "tests" / "fixtures" / "k3_tiny" / "adapter"
+        lora = LoraArguments(adapter=str(folder))
+        describe_run(model, lora, SFTConfig(str(tmp_path), **COMMON))
+    # by the names that a YAML has
+    for name in ("max_length", "per_device_train_batch_size"):
+        training = SFTConfig(str(tmp_path), **COMMON)
+        setattr(training, name, 0)
+        with pytest.raises(ConfigError, match=f"^{name} is 0, expected an integer of at least 1"):
+            describe_run(model, LoraArguments(), training)
     with pytest.raises(ConfigError, match="bf16"):
         describe_run(model, LoraArguments(), SFTConfig(str(tmp_path), **{**COMMON, "bf16": True}))
 

@@ -71,6 +71,14 @@ def test_what_does_not_go_together_is_refused(samples_file, tokenizer, tmp_path,
 def test_a_missing_tokenizer_is_named(fixtures):
     with pytest.raises(ConfigError, match=r"k3_tiny holds no tiktoken.model"):
         load_tokenizer(ModelArguments(str(fixtures / "k3_tiny")))
+    with pytest.raises(ConfigError, match="no/such/folder is not there, expected a folder with"):
+        load_tokenizer(ModelArguments(str(fixtures / "k3_tiny"), tokenizer="no/such/folder"))
+
+
+def test_a_tokenizer_of_another_base_is_refused(base_folder, repository):
+    nano = str(repository / "k3tune" / "assets" / "k3-nano")
+    with pytest.raises(ConfigError, match="has 384 ids, expected at most the 272 of the base's"):
+        load_tokenizer(ModelArguments(str(base_folder), tokenizer=nano))
 
 
 def test_a_new_adapter_follows_the_options_and_the_seed(base_folder, tmp_path):

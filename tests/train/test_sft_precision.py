@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from torch.nn import functional as F
-from trl import SFTConfig, TrlParser
+from trl import SFTConfig
 
 from checkpoints import ODD_SHAPES, build_checkpoint
 from closeness import relative_l2
@@ -40,11 +40,10 @@ def test_a_step_of_each_shipped_config_keeps_f32_in_f32(
     base_folder, samples_file, repository, tmp_path, name
 ):
     kinds = (ModelArguments, LoraArguments, DataArguments, ParallelArguments, RunArguments)
-    parser = TrlParser((*kinds, SFTConfig))
     flags = ["--config", str(repository / "recipes" / "configs" / f"{name}.yaml")]
     flags += ["--base", str(base_folder), "--train_path", str(samples_file)]
     flags += ["--output_dir", str(tmp_path), *SMALL]
-    model_options, lora, data, _, _, training = parse_options(parser, flags)
+    model_options, lora, data, _, _, training = parse_options((*kinds, SFTConfig), flags)
     dtype = DTYPES[model_options.dtype]
     tokenizer = load_tokenizer(model_options)
     model = build_model(model_options, lora, training)
@@ -111,7 +110,8 @@ def test_a_launchers_mixed_precision_is_refused(base_folder, tmp_path, monkeypat
         ("accelerator_config", {"use_seedable_sampler": False}, "depend on the seed alone"),
         ("use_liger_kernel", True, "kernels of its own"),
         ("bf16_full_eval", True, "autocast would"),
-        ("max_length", None, "longest sample"),
+        ("max_length", None, "expected an integer of at least 1"),
+        ("loss_type", "x", "expected one of nll, dft"),
         ("packing_strategy", "wrapped", "would not be read: k3tune.data packs whole samples"),
         ("assistant_only_loss", True, "would not be read"),
         ("chat_template_path", "chat.jinja", "rendered by k3tune.data"),

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from k3tune.errors import CheckpointError
@@ -47,6 +48,21 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
         write_json(folder / "run.json", {})
         raise ZeroDivisionError
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_said_and_leaves_the_one_before(tmp_path, error):
+    write(tmp_path, 4)
+    said = r"checkpoint-5 cannot be written: .*No space left on device.*: make room there, or"
+    with pytest.raises(CheckpointError, match=said), new_checkpoint(tmp_path, 5):
+        raise error
+    assert names(tmp_path) == ["checkpoint-4"]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):

@@ -11,10 +11,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from k3tune.errors import ConfigError, K3TuneError, RolloutError
+from k3tune.errors import AdapterError, ConfigError, K3TuneError, RolloutError
 from k3tune.lora import export_adapter
 from k3tune.lora.directory import new_adapter_directory
+from k3tune.lora.export.capabilities import ENGINES
+from k3tune.lora.export.factors import open_source
+from k3tune.lora.export.layout import plan_layout
 from k3tune.lora.keys import CONFIG_NAME, METADATA_NAME
+from k3tune.lora.read import FactorReader
 from k3tune.lora.shards import Entry, Pending, write_json, write_shards
 
 Layout = Literal["k3tune", "vllm", "sglang"]
@@ -33,7 +37,8 @@ class PushFolder:
         dtype: of the factors. Servers round to bfloat16 anyway; float32 keeps them as trained.
 
     Raises:
-        ConfigError: for another layout, or a template that is no adapter directory.
+        ConfigError: for another layout, a template that is no adapter directory, or modules that
+            the layout has no place for.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class PushFolder:
                 "wrote"
             ) from error
         self._shapes = _shapes(Path(template))
+        if layout != "k3tune":
+            _check_layout(Path(template), layout)
         # a run that is resumed must not meet the directories of the one before
         self._run = secrets.token_hex(4)
 
@@ -104,6 +111,19 @@ class PushFolder:
         """Delete a directory that :meth:`write` made; others are left alone."""
         if folder.parent == self._root and folder.name.startswith(f"{self._run}-v"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_layout(template: Path, layout: str) -> None:
+    """Whether servers take what will be pushed, said before a step was sampled and trained."""
+    try:
+        with FactorReader() as reader:
+            adapter = open_source(template, None, reader)
+            plan_layout(adapter, ENGINES[layout], form=None, drop=(), dtype=None)
+    except AdapterError as error:
+        raise ConfigError(
+            f"what is trained cannot be pushed to {layout}: {error}; in a run, choose lora_targets "
+            "and lora_form that it takes"
+        ) from error
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

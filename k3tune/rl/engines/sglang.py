@@ -5,7 +5,6 @@ seeds, ``--enable-deterministic-inference``. Adapters go by path: the server mus
 under the same name. Its tensor endpoint unpickles what it is sent, and is never used.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +12,15 @@ import numpy as np
 
 from k3tune.files import shown
 from k3tune.rl.engines.http import Call, CallFailed
-from k3tune.rl.engines.http_dialect import (
-    NEUTRAL,
-    Sampled,
-    ServerFacts,
-    Wanted,
+from k3tune.rl.engines.http_answers import (
     check_sample,
     checked_ids,
     checked_logprobs,
-    decode_base64,
     member,
     moe_rows,
+    routing_bytes,
 )
+from k3tune.rl.engines.http_dialect import NEUTRAL, Sampled, ServerFacts, Wanted, explained
 
 _NEUTRAL = {
     **NEUTRAL,
@@ -183,19 +179,10 @@ class SglangDialect:
 
     def explain(self, failure: CallFailed, *, rank: int) -> str:
         """By what the server says."""
-        for pattern, cause in _CAUSES:
-            if re.search(pattern, failure.reason, re.IGNORECASE):
-                return f"{failure.reason}: {cause.format(rank=rank)}"
-        return failure.reason
+        return explained(failure, _CAUSES, rank)
 
     def _read_experts(self, text: Any, num_tokens: int) -> np.ndarray:
-        if text is None:
-            raise CallFailed(
-                "the answer has no routed_experts: start the server with "
-                "--enable-return-routed-experts, or turn routing replay off",
-                again=False,
-            )
-        content = decode_base64(text)
+        content = routing_bytes(text)
         row_bytes = (num_tokens - 1) * self._width * _ID_BYTES
         if not content or len(content) % row_bytes:
             raise CallFailed(

@@ -6,7 +6,6 @@ by path: the server must see the folder under the same name.
 """
 
 import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +13,15 @@ import numpy as np
 
 from k3tune.files import shown
 from k3tune.rl.engines.http import Call, CallFailed
-from k3tune.rl.engines.http_dialect import (
-    NEUTRAL,
-    Sampled,
-    ServerFacts,
-    Wanted,
+from k3tune.rl.engines.http_answers import (
     check_sample,
     checked_ids,
     checked_logprobs,
-    decode_base64,
     member,
     moe_rows,
+    routing_bytes,
 )
+from k3tune.rl.engines.http_dialect import NEUTRAL, Sampled, ServerFacts, Wanted, explained
 
 _CAUSES = (
     (
@@ -166,21 +162,12 @@ class VllmDialect:
 
     def explain(self, failure: CallFailed, *, rank: int) -> str:
         """By what the server says."""
-        for pattern, cause in _CAUSES:
-            if re.search(pattern, failure.reason, re.IGNORECASE):
-                return f"{failure.reason}: {cause.format(rank=rank)}"
-        return failure.reason
+        return explained(failure, _CAUSES, rank)
 
 
 def _read_npy(text: Any) -> np.ndarray:
-    if text is None:
-        raise CallFailed(
-            "the answer has no routed_experts: start the server with "
-            "--enable-return-routed-experts, or turn routing replay off",
-            again=False,
-        )
     try:
-        array = np.load(io.BytesIO(decode_base64(text)), allow_pickle=False)
+        array = np.load(io.BytesIO(routing_bytes(text)), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise CallFailed(f"routed_experts is no .npy file ({error})") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":

@@ -14,6 +14,7 @@ from moe_lora_launch import (
     ALL_BYTES,
     dequantised,
     every_value,
+    in_tiers,
     launcher_for,
     weight_through_backward,
     weight_through_forward,
@@ -45,12 +46,14 @@ def assert_oracle(operands, **options):
     return actual
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", in_tiers(CASES, slow=("only_up",)))
 def test_output_and_every_gradient(case):
     assert_oracle(build(case, FP32, FP32, scaled=True))
     assert dispatch.explain("moe_lora").backend == "triton"
 
 
+# the bf16 kernels do it in the default tier
+@pytest.mark.slow
 def test_decoding_to_a_scratch_chunk_by_chunk_changes_nothing(monkeypatch):
     operands = build(Case(num_tokens=20, dim=64, hidden=96), FP32, FP32)
     monkeypatch.setattr(configs, "LARGE_TOKENS_PER_EXPERT", 1)
@@ -59,28 +62,26 @@ def test_decoding_to_a_scratch_chunk_by_chunk_changes_nothing(monkeypatch):
     assert_oracle(operands)
 
 
-def test_keeping_gate_and_up_and_repeating_give_the_same_bits():
+def test_gate_and_up_are_saved_for_the_backward_if_asked_and_that_changes_no_bit():
     operands = build(SMALL, FP32, FP32)
-    first = run(operands, "triton")
-    kept = run(operands, "triton", keep_gate_up=True)
-    for name in first:
-        assert torch.equal(kept[name], first[name]), name
-
-
-@pytest.mark.parametrize("keep_gate_up", [False, True])
-def test_what_is_saved_for_the_backward(keep_gate_up):
-    operands = build(SMALL, FP32, FP32)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run(operands, "triton", keep_gate_up=keep_gate_up)
     rows = SMALL.num_tokens * SMALL.active
     given = {t.data_ptr() for w in operands.packed for t in w}
     given |= {t.data_ptr() for t in operands.leaves.values()}
-    own = sorted(tuple(t.shape) for t in saved if t.dim() == 2 and t.data_ptr() not in given)
     routing = [(SMALL.num_tokens, SMALL.active)] * 2
     narrow = [(rows, SMALL.rank)] * 3
-    wide = [(rows, SMALL.hidden)] * 3 if keep_gate_up else []
-    assert own == sorted(routing + narrow + wide)
+    wide = [(rows, SMALL.hidden)] * 3
+    results = []
+    for keep_gate_up, expected in ((False, routing + narrow), (True, routing + narrow + wide)):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
+            results.append(run(operands, "triton", keep_gate_up=keep_gate_up))
+        own = [tuple(t.shape) for t in saved if t.dim() == 2 and t.data_ptr() not in given]
+        assert sorted(own) == sorted(expected)
+    first, kept = results
+    for name in first:
+        assert torch.equal(kept[name], first[name]), name
 
 
 def test_the_scratch_is_bounded_and_reused(monkeypatch):
@@ -125,6 +126,8 @@ def test_every_byte_and_scale_decodes_exactly():
     assert actual[255 * 16 :].isnan().all()
 
 
+# the bf16 kernels do it in the default tier
+@pytest.mark.slow
 def test_the_products_decode_exactly():
     wide, tall = every_value(rows_of_64=True), every_value(rows_of_64=False)
     forward, backward = weight_through_forward(tall, FP32), weight_through_backward(wide, FP32)
