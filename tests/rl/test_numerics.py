@@ -97,8 +97,9 @@ def test_the_op_rounds_what_enters_each_projection_and_passes_gradients_through(
     functions = {"none": lambda x: x, "bf16": lambda x: x.bfloat16().float(), "mxfp8": round_mxfp8}
     expected = by_hand(Operands(), functions[rounding])
     actual = Operands().run(activation_rounding=rounding, backend=backend)
-    # a hidden value beside a rounding boundary may fall to the other side: 2^-9 of one value
-    bound = {"none": 1e-6, "bf16": 1e-4, "mxfp8": 3e-3}[rounding]
+    # A hidden value beside a rounding boundary may fall to the other side, by 2^-9 of it: what is
+    # rounded, changed at random by 1e-6, moved y by up to 3.0e-4 in 60 draws.
+    bound = {"none": 1e-6, "bf16": 4e-4, "mxfp8": 3e-3}[rounding]
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert_close(f"{rounding} {number}", one, other, max_rel=10 * bound, rms_rel=bound)
 
