@@ -52,7 +52,6 @@ PUBLIC = {
     "k3tune_kernels.kda_step": ["KdaConstants", "KdaInputs", "kda_step"],
     "k3tune_kernels.latent_attention": ["latent_attention"],
     "k3tune_kernels.linear_cross_entropy": ["linear_cross_entropy"],
-    "k3tune_kernels.lora_linear": ["lora_linear"],
     "k3tune_kernels.moe_lora": ["LoraFactors", "MoELora", "PackedWeight", "Situ", "moe_lora"],
     "k3tune_kernels.mxfp8": ["GROUP_SIZE", "decode", "encode", "round_mxfp8"],
     "k3tune_kernels.mxfp4": ["GROUP_SIZE", "decode", "encode"],

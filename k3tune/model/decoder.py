@@ -42,7 +42,7 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         self.self_attention_res_proj = ResidualQuery(size)
         self.input_layernorm = RMSNorm(size, eps)
         if architecture.is_mla(layer):
-            self.self_attn: nn.Module = GatedMLA(architecture)
+            self.self_attn: nn.Module = GatedMLA(architecture, kernels)
         else:
             self.self_attn = KimiDeltaAttention(architecture, kernels)
         self.mlp_res_norm = RMSNorm(size, eps)

@@ -13,6 +13,7 @@ from k3tune.model.documents import Documents
 from k3tune.model.layers import RMSNorm, widen, without_autocast
 from k3tune.model.rows import MLARows
 from k3tune.published.architecture import Architecture
+from k3tune_kernels.latent_attention import latent_attention
 
 # Queries attended at once: bounds the mask and, where no fused kernel applies, the scores.
 _QUERY_BLOCK = 1024
@@ -21,8 +22,9 @@ _QUERY_BLOCK = 1024
 class GatedMLA(nn.Module):
     """Full attention of 24 of K3's 93 layers (tech report, section 2.1.2)."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, kernels: str) -> None:
         super().__init__()
+        self.kernels = kernels
         hidden_size, heads = architecture.hidden_size, architecture.num_attention_heads
         self.num_heads = heads
         self.kv_lora_rank = architecture.kv_lora_rank
@@ -74,13 +76,18 @@ class GatedMLA(nn.Module):
             if rows.derived is None:
                 rows.derived = self._absorbed_weights(compressed_B1L)
             key_HKL, value_HLV = rows.derived
-            compressed_BSL, visible_B1S = rows.extend(compressed_B1L[:, 0])
-            wide = widen(compressed_BSL)
+            compressed_BSL, last_place_B = rows.extend(compressed_B1L[:, 0])
             nope, shared = widen(q_BH1K[:, :, 0]).split([self.nope_dim, self.rope_dim], dim=-1)
             latent_q = (nope.transpose(0, 1) @ key_HKL).transpose(0, 1)
-            q_BHL = torch.cat([latent_q, shared], dim=-1) * (self.nope_dim + self.rope_dim) ** -0.5
-            scores = (q_BHL @ wide.transpose(1, 2)).masked_fill_(~visible_B1S, -torch.inf)
-            summed_BHL = scores.softmax(-1) @ wide[..., : self.kv_lora_rank]
+            summed_BHL = latent_attention(
+                torch.cat([latent_q, shared], dim=-1),
+                widen(compressed_BSL),
+                last_place_B,
+                value_width=self.kv_lora_rank,
+                scale=(self.nope_dim + self.rope_dim) ** -0.5,
+                # there is no Triton kernel to insist on
+                backend="reference" if self.kernels == "reference" else "auto",
+            )
             attended = (summed_BHL.transpose(0, 1) @ value_HLV).transpose(0, 1)
         return attended[:, :, None].to(q_BH1K.dtype)
 

@@ -34,13 +34,11 @@ class Places(NamedTuple):
     Attributes:
         slot_B, place_B: of the new token.
         num_places: places of the longest row, the new token's included.
-        visible_B1S: bool, the places each row holds.
     """
 
     slot_B: Tensor
     place_B: Tensor
     num_places: int
-    visible_B1S: Tensor
 
 
 class KDARows:
@@ -108,12 +106,12 @@ class MLARows:
         """Put each row's new token at its place.
 
         Returns:
-            All rows' ``[B, S, C]``, and which of the places each row holds, bool ``[B, 1, S]``.
+            All rows' ``[B, S, C]``, and the last place each row holds, int64 ``[B]``.
         """
         assert self._compressed is not None and self.places is not None, "a step calls begin first"
-        slot_B, place_B, num_places, visible_B1S = self.places
+        slot_B, place_B, num_places = self.places
         self._compressed[slot_B, place_B] = compressed_BC
-        return self._compressed[: self.num_rows, :num_places], visible_B1S
+        return self._compressed[: self.num_rows, :num_places], place_B
 
     def append(self, layer: MLACacheLayer, pick_B: Tensor, lengths_B: Tensor) -> None:
         """Take rows ``pick_B`` of a filled cache, whose padding stands before the tokens."""
@@ -210,9 +208,8 @@ class RowCache:
         """Make room for one more token in each row."""
         lengths_B = self._on_device(self._lengths)
         num_places = max(self._lengths) + 1
-        visible_BS = torch.arange(num_places, device=self.device) <= lengths_B[:, None]
         slot_B = torch.arange(self.num_rows, device=self.device)
-        places = Places(slot_B, lengths_B, num_places, visible_BS[:, None])
+        places = Places(slot_B, lengths_B, num_places)
         for layer in self.layers:
             layer.begin(places)
 

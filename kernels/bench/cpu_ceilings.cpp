@@ -1,5 +1,6 @@
-// What this CPU can do at best, with a number of threads: bytes read from memory and bf16 dot
-// products from registers, each a second. Built and called by cpu_ceilings.py.
+// What this CPU can do at best, with a number of threads: bytes read from memory, and the
+// multiplications and additions of its best arithmetic from registers, each a second. That is bf16
+// dot products where the CPU has them, else fp32 in 256 bits. Built and called by cpu_ceilings.py.
 #include <immintrin.h>
 
 #include <chrono>
@@ -21,7 +22,11 @@ double seconds(int threads, const Work& work) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-__attribute__((target("avx512f"))) int64_t read_all(const char* from, int64_t bytes) {
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16");
+}
+
+__attribute__((target("avx512f"))) int64_t read_all_512(const char* from, int64_t bytes) {
     __m512i sum[4] = {};
     for (int64_t i = 0; i + 256 <= bytes; i += 256)
         for (int j = 0; j < 4; j++) {
@@ -31,6 +36,20 @@ __attribute__((target("avx512f"))) int64_t read_all(const char* from, int64_t by
     return _mm512_reduce_add_epi64(sum[0] ^ sum[1] ^ sum[2] ^ sum[3]);
 }
 
+__attribute__((target("avx2"))) int64_t read_all_256(const char* from, int64_t bytes) {
+    __m256i sum[4] = {};
+    for (int64_t i = 0; i + 128 <= bytes; i += 128)
+        for (int j = 0; j < 4; j++) {
+            const char* at = from + i + 32 * j;
+            if (j % 2 == 0) _mm_prefetch(at + 4096, _MM_HINT_T0);
+            sum[j] = _mm256_xor_si256(
+                sum[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+        }
+    const __m256i all = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
+    return all[0] ^ all[1] ^ all[2] ^ all[3];
+}
+
+// 16 x 64 operations a round
 __attribute__((target("avx512f,avx512bf16"))) float dot_many(int64_t rounds) {
     __m512 sum[16];
     for (int j = 0; j < 16; j++) sum[j] = _mm512_set1_ps(static_cast<float>(j));
@@ -43,18 +62,40 @@ __attribute__((target("avx512f,avx512bf16"))) float dot_many(int64_t rounds) {
     return _mm512_reduce_add_ps(all);
 }
 
+// 12 x 16 operations a round
+__attribute__((target("avx2,fma"))) float multiply_add_many(int64_t rounds) {
+    __m256 sum[12];
+    for (int j = 0; j < 12; j++) sum[j] = _mm256_set1_ps(static_cast<float>(j));
+    const __m256 a = _mm256_set1_ps(0.5f);
+    for (int64_t r = 0; r < rounds; r++)
+#pragma GCC unroll 12
+        for (int j = 0; j < 12; j++) sum[j] = _mm256_fmadd_ps(sum[j], a, a);
+    __m256 all = sum[0];
+    for (int j = 1; j < 12; j++) all = all + sum[j];
+    return all[0] + all[1] + all[2] + all[3] + all[4] + all[5] + all[6] + all[7];
+}
+
 }  // namespace
+
+// The arithmetic that is measured; null where this CPU has neither.
+K3_BENCH const char* arithmetic() {
+    if (has_avx512()) return "bf16 dot products";
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return has_avx2 ? "fp32 multiply-adds" : nullptr;
+}
 
 K3_BENCH double read_bytes_per_s(const char* from, int64_t bytes, int threads) {
     std::vector<int64_t> results(threads);
     const int64_t part = bytes / threads;
+    const auto read_all = has_avx512() ? read_all_512 : read_all_256;
     return static_cast<double>(bytes) / seconds(threads, [&](int t) {
                results[t] = read_all(from + t * part, part);
            });
 }
 
-K3_BENCH double dot_flops_per_s(int64_t rounds, int threads) {
+K3_BENCH double flops_per_s(int64_t rounds, int threads) {
     std::vector<float> results(threads);
-    const double flops = 16.0 * 64 * static_cast<double>(rounds) * threads;
-    return flops / seconds(threads, [&](int t) { results[t] = dot_many(rounds); });
+    const auto many = has_avx512() ? dot_many : multiply_add_many;
+    const double flops = (has_avx512() ? 16.0 * 64 : 12.0 * 16) * static_cast<double>(rounds);
+    return flops * threads / seconds(threads, [&](int t) { results[t] = many(rounds); });
 }

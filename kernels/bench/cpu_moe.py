@@ -5,7 +5,7 @@
 
 Candidates take turns, medians are printed, and beside each row the load of the machine: above the
 number of threads used, the figures are of a shared machine. Fractions are of the limit
-``max(arithmetic / bf16 dot products, packed bytes / memory read)``, both measured here first.
+``max(operations / best arithmetic, packed bytes / memory read)``, both measured here first.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def projection(ceilings: CpuCeilings, rounds: int) -> None:
     header("rows", "product", "limit ms", "ours ms", "of limit", "torch bf16 ms", "ratio", "load")
     for rows in ROWS:
         least = max(
-            2 * rows * OUTPUTS * INPUTS / ceilings.dot_flops,
+            2 * rows * OUTPUTS * INPUTS / ceilings.flops,
             OUTPUTS * INPUTS * BYTES_A_WEIGHT / ceilings.read_bytes,
         )
         for transposed in (False, True):
@@ -148,10 +148,7 @@ def main() -> None:
     chosen = arguments.section or sections
     torch.manual_seed(0)
     ceilings = measure()
-    print(
-        f"{torch.get_num_threads()} threads: memory read {ceilings.read_bytes / 1e9:.1f} GB/s, "
-        f"bf16 dot products {ceilings.dot_flops / 1e9:.0f} GFLOP/s; load {load()}"
-    )
+    print(f"{torch.get_num_threads()} threads: {ceilings}; load {load()}")
     if "projection" in chosen:
         projection(ceilings, arguments.rounds)
     if "k3" in chosen:

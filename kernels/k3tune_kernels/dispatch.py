@@ -29,11 +29,17 @@ CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "situ_glu": (torch.float32,),
     "attention_residual": (torch.bfloat16, torch.float32),
     "kda_step": (torch.float32,),
+    "latent_attention": (torch.float32,),
 }
 
 # Of these some calls only: what their kernels do not take is the reference's, and no error under
 # ``cpu`` either.
-_CPU_WHERE_POSSIBLE = ("situ_glu", "attention_residual", "kda_step")
+_CPU_WHERE_POSSIBLE = (
+    "situ_glu",
+    "attention_residual",
+    "kda_step",
+    "latent_attention",
+)
 
 # bf16 tensor-core instructions begin here.
 _LOWEST_CUDA_CAPABILITY = (8, 0)
@@ -194,9 +200,10 @@ def _obstacle_to_cpu(op: str, tensors: tuple[torch.Tensor, ...]) -> str | None:
     if tensors[0].dtype not in CPU_DTYPES[op]:
         served = ", ".join(str(dtype) for dtype in CPU_DTYPES[op])
         return f"its CPU kernel takes {served}, found {tensors[0].dtype}"
-    devices = sorted({str(tensor.device) for tensor in tensors})
-    if devices != ["cpu"]:
-        return f"the tensors are on {', '.join(devices)}"
+    # asked at every call of a decoding step: no strings where there is nothing to say
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return f"the tensors are on {', '.join(sorted({str(t.device) for t in tensors}))}"
     # Opening the library belongs to the first call that needs it, not to the import.
     from k3tune_kernels.cpu import library
 

@@ -120,6 +120,9 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
 
+PARTS = ("products", "moe_lora", "steps", "decoding")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs g++ and its sanitizer libraries")
 def test_no_sanitizer_finds_anything(tmp_path, repository, monkeypatch):
@@ -137,7 +140,7 @@ def test_no_sanitizer_finds_anything(tmp_path, repository, monkeypatch):
     result = subprocess.run(
         [
             *(sys.executable, "-c", SANITIZED, str(sanitized)),
-            *(str(tests / f"test_cpu_{part}.py") for part in ("products", "moe_lora", "steps")),
+            *(str(tests / f"test_cpu_{part}.py") for part in PARTS),
             *("-k", "not waves"),
         ],
         cwd=repository,

@@ -25,10 +25,11 @@ def forward(
         isa: name of an instruction set; ``None`` is the best one.
     """
     shape, count = sources[0].shape, len(sources)
-    sources = [source.detach().contiguous() for source in sources]
+    # held here: the call reads them by address
+    sources = [source.contiguous() for source in sources]
     query_D = (norm_weight_D.detach().float() * query_weight_D.detach().float()).contiguous()
     out = torch.empty(shape, dtype=sources[0].dtype)
-    weights_S, inverse_rms_S = torch.empty(*shape[:-1], count), torch.empty(*shape[:-1], count)
+    weights_S, inverse_rms_S = torch.empty(2, *shape[:-1], count)
     mix = library.Mix()
     mix.tokens, mix.num_sources, mix.dim = shape[:-1].numel(), count, shape[-1]
     mix.dtype = library.DTYPES[out.dtype]

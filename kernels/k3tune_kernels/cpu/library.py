@@ -100,6 +100,18 @@ class KdaStep(ctypes.Structure):
     )
 
 
+class LatentAttention(ctypes.Structure):
+    """``K3LatentAttention`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("rows", "heads", "dim", "value_dim", "threads", "isa")),
+        ("scale", ctypes.c_double),
+        *((name, _POINTER) for name in ("query", "latents")),
+        *((name, _INT) for name in ("row_stride", "place_stride")),
+        *((name, _POINTER) for name in ("last_place", "out")),
+    )
+
+
 class SituGlu(ctypes.Structure):
     """``K3SituGlu`` of csrc/k3tune_cpu.h."""
 
@@ -115,6 +127,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "k3_moe_backward": (_INT, [_POINTER]),
     "k3_mix": (_INT, [_POINTER]),
     "k3_kda_step": (_INT, [_POINTER]),
+    "k3_latent_attention": (_INT, [_POINTER]),
     "k3_situ_glu": (_INT, [_POINTER]),
     "k3_decode": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER]),
     "k3_project": (_INT, [_POINTER, _INT, _INT, _POINTER, *[_INT] * 5, _POINTER]),

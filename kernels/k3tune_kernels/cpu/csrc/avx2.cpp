@@ -7,9 +7,17 @@
 #include <immintrin.h>
 
 #define K3_VECTOR_BYTES 32
-#define K3_DOT_ROWS 2
+#define K3_DOT_ROWS 3
 #define K3_OUTER_ROWS 6
 #define K3_OUTER_VECTORS 2
+#define K3_FEW_ROWS 4
+#define K3_TURNED_ROWS 32
+#define K3_TURNED_INPUTS 128
+#define K3_BACK_PANEL_ROWS 64
+#define K3_BACK_PANEL_COLUMNS 128
+#define K3_MANY_ROWS 3
+#define K3_256_BIT_LANES
+#define K3_OWN_DECODE "avx2_decode.inc"
 
 K3_TARGET_BEGIN("avx2,fma")
 namespace k3 {

@@ -17,6 +17,12 @@
 #define K3_DOT_ROWS 4
 #define K3_OUTER_ROWS 6
 #define K3_OUTER_VECTORS 4
+#define K3_FEW_ROWS 16
+#define K3_TURNED_ROWS 64
+#define K3_TURNED_INPUTS 256
+#define K3_BACK_PANEL_ROWS 256
+#define K3_BACK_PANEL_COLUMNS 64
+#define K3_MANY_ROWS 64
 #define K3_MASKED_LANES
 
 K3_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx2,fma")

@@ -101,6 +101,21 @@ struct K3SituGlu {
     float* d_up;
 };
 
+// Attention of one token of each row over its cached latents, which serve as keys and, in their
+// first value_dim values, as values: out = softmax(scale q C^T) C[:, :value_dim], fp32. Row b sees
+// the places 0 .. last_place[b].
+struct K3LatentAttention {
+    int64_t rows, heads, dim, value_dim;
+    int64_t threads, isa;
+    double scale;
+    const float* query;           // [B, heads, dim]
+    const float* latents;         // row_stride and place_stride in values; dim of them adjacent
+    int64_t row_stride, place_stride;
+    const int64_t* last_place;    // [B]
+    float* out;                   // [B, heads, value_dim]
+};
+
+K3_EXPORT int64_t k3_latent_attention(const K3LatentAttention* call);
 K3_EXPORT int64_t k3_mix(const K3Mix* call);
 K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call);
 K3_EXPORT int64_t k3_situ_glu(const K3SituGlu* call);

@@ -76,6 +76,8 @@ struct StepKernels {
     void (*mix_float32)(const K3Mix& call, int64_t token);
     void (*mix_bf16)(const K3Mix& call, int64_t token);
     void (*kda_step)(const K3KdaStep& call, int64_t row, float* scratch);
+    // scores holds a value for each head and place.
+    void (*latent_attention)(const K3LatentAttention& call, int64_t row, float* scores);
 };
 
 struct Isa {

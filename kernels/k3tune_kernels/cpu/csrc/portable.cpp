@@ -6,6 +6,12 @@
 #define K3_DOT_ROWS 2
 #define K3_OUTER_ROWS 3
 #define K3_OUTER_VECTORS 2
+#define K3_FEW_ROWS 16
+#define K3_TURNED_ROWS 64
+#define K3_TURNED_INPUTS 256
+#define K3_BACK_PANEL_ROWS 256
+#define K3_BACK_PANEL_COLUMNS 64
+#define K3_MANY_ROWS 64
 
 namespace k3 {
 namespace portable {

@@ -9,6 +9,8 @@ namespace {
 
 // Values below which another thread costs more than it saves.
 constexpr int64_t VALUES_PER_THREAD = 1 << 15;
+// Multiplications, likewise.
+constexpr int64_t PRODUCTS_PER_THREAD = 1 << 18;
 
 int64_t useful_threads(int64_t threads, int64_t values) {
     return std::min(threads, 1 + values / VALUES_PER_THREAD);
@@ -44,6 +46,28 @@ K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call) {
             const int64_t last = std::min((task + 1) * ROWS, call->rows);
             for (int64_t row = task * ROWS; row < last; row++)
                 isa->steps->kda_step(*call, row, scratch.data() + thread * 4 * width);
+        });
+    } catch (const std::bad_alloc&) {
+        return K3_OUT_OF_MEMORY;
+    }
+    return K3_OK;
+}
+
+K3_EXPORT int64_t k3_latent_attention(const K3LatentAttention* call) {
+    const k3::Isa* isa = k3::choose_isa(call->isa);
+    if (isa == nullptr) return K3_NO_SUCH_ISA;
+    int64_t places = 0, most = 0;
+    for (int64_t row = 0; row < call->rows; row++) {
+        places += call->last_place[row] + 1;
+        most = std::max(most, call->last_place[row] + 1);
+    }
+    const int64_t scores = call->heads * most;
+    const int64_t work = places * call->heads * (call->dim + call->value_dim);
+    const k3::Team team(std::min(call->threads, 1 + work / k3::PRODUCTS_PER_THREAD));
+    try {
+        const k3::Buffer<float> scratch(team.threads() * scores);
+        team.run(call->rows, [&](int64_t row, int64_t thread) {
+            isa->steps->latent_attention(*call, row, scratch.data() + thread * scores);
         });
     } catch (const std::bad_alloc&) {
         return K3_OUT_OF_MEMORY;
