@@ -68,6 +68,37 @@ def test_gradcheck(form):
     assert torch.autograd.gradcheck(op, tuple(operands.leaves.values()), fast_mode=True)
 
 
+def note(names: list[str], name: str):
+    """A hook that appends ``name``."""
+    return lambda _: names.append(name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_gradients_are_ready_in_one_order_whatever_was_routed(form, backend):
+    """Processes that average gradients as they come would add up different factors' else."""
+    orders = []
+    for case in (
+        Case(form=form),
+        Case(form=form, num_tokens=0),
+        Case(form=form, route="one", active=1),
+        Case(form=form, local=(9, 2, 4, 11, 0), route="elsewhere"),
+    ):
+        operands = build(case, torch.float32, torch.float32)
+        ready: list[str] = []
+        for name, leaf in operands.leaves.items():
+            leaf.register_post_accumulate_grad_hook(note(ready, name))
+        out = moe_lora(
+            *(operands.x, operands.ids, operands.weights, *operands.packed, operands.lora),
+            situ=SITU,
+            local_experts=operands.local_experts,
+            backend=backend,
+        )
+        out.backward(operands.grad_out)
+        orders.append([name for name in ready if "." in name])
+    assert len(orders[0]) == 6 and all(order == orders[0] for order in orders), orders
+
+
 def test_a_factor_is_touched_even_when_no_token_is_here():
     operands = build(Case(local=(9, 2, 4, 11, 0), route="elsewhere"), torch.float32, torch.float32)
     out = moe_lora(

@@ -45,6 +45,7 @@ def moe_lora_reference(
     order_M = rows_NA.flatten().argsort(stable=True)
     counts = rows_NA.flatten().bincount(minlength=num_experts + 1)[:num_experts].tolist()
     token_M = order_M[: sum(counts)] // rows_NA.shape[1]
+    lora = _together(lora)
     with torch.autocast(x_ND.device.type, enabled=False):
         projections = [
             _expert_views(weight, factors, num_experts)
@@ -69,6 +70,21 @@ def moe_lora_reference(
             factors = [t for f in lora if f is not None for t in (f.A, f.B)]
             out_ND = _Touch.apply(out_ND, x_ND, expert_weights_NA, *factors)
     return out_ND.to(x_ND.dtype)
+
+
+def _together(lora: MoELora) -> MoELora:
+    """The factors, whose gradients will be ready at once and in this order, whatever was routed.
+
+    What averages gradients over processes as they come relies on one order in all of them, and a
+    process without any row has another graph.
+    """
+    factors = [t for f in lora if f is not None for t in (f.A, f.B)]
+    if not factors:
+        return lora
+    together = iter(_Together.apply(*factors))
+    return MoELora(
+        *(None if f is None else f._replace(A=next(together), B=next(together)) for f in lora)
+    )
 
 
 def _expert_views(
@@ -151,6 +167,19 @@ class _PackedLoraLinear(torch.autograd.Function):
                     xA_TR = (x_TI @ A.to(x_TI.dtype).T) * ctx.scaling
                     dB = (dy_TO.T @ xA_TR).to(B.dtype)
         return dx, None, None, dA, dB, None
+
+
+class _Together(torch.autograd.Function):
+    """The tensors as they are; their gradients wait for each other, those of unused ones are 0."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
 
 
 class _Touch(torch.autograd.Function):
