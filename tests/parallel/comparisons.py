@@ -52,14 +52,30 @@ def relative_l2_of_all(pairs) -> float:
     return relative_l2(*(torch.cat([t.flatten() for t in ts]) for ts in (actual, expected)))
 
 
-def check_run(folder: Path, case: Case, expected: dict[str, Any], size: int, world: int) -> None:
-    """Five losses, the first step's gradients and the trained adapter."""
+def check_run(
+    folder: Path,
+    case: Case,
+    expected: dict[str, Any],
+    size: int,
+    world: int,
+    loss_noise: float = 0.0,
+    gradient_bound: float = 2e-6,
+) -> None:
+    """Five losses, the first step's gradients and the trained adapter.
+
+    Args:
+        folder, case: of the run.
+        expected: one process's.
+        size, world: ranks that share experts, and all.
+        loss_noise: what a loss may be off by that is near 0, as a sum of parts that cancel.
+        gradient_bound: of all first gradients together.
+    """
     losses = facts(folder, case)["losses"]
-    assert losses == pytest.approx(expected["losses"], rel=1e-5)
+    assert losses == pytest.approx(expected["losses"], rel=1e-5, abs=loss_noise)
     first = relative_l2_of_all(gradients(folder, case, expected, size, world))
     last = relative_l2_of_all(adapters(folder, case, expected))
     print(f"{case.name}: gradients {first:.1e}, adapter {last:.1e}")
-    assert first <= 2e-6
+    assert first <= gradient_bound
     assert last <= ADAPTER_BOUND[case.optimizer]
 
 

@@ -3,9 +3,11 @@
     python expert_cases.py FOLDER EXPERT_PARALLEL_SIZE PART...
 
 FOLDER holds the base; every part leaves its results there, and test modules compare. ``sft=RUN``
-trains the run of ``sft_runs`` of that name, on from its checkpoint if it has one.
+trains the run of ``sft_runs`` of that name, on from its checkpoint if it has one; ``sft=RUN:FORM``
+one with the experts' factors in that form.
 """
 
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -19,6 +21,8 @@ import rollout_runs
 import sft_runs
 import torch
 import torch.distributed as dist
+import trunk_cases
+import trunk_run
 from expert_runs import (
     BF16_CASE,
     CASES,
@@ -191,6 +195,13 @@ def refusals(job: Job) -> None:
             packed.view(-1)[-1] ^= 1
 
 
+def trunk(job: Job) -> None:
+    """The trunk spread over the processes: its own cases, on a base of their own."""
+    gc.collect()
+    run = trunk_run.Run(job.size, job.folder / "trunk")
+    trunk_run.run_cases(run, trunk_cases.CASES, [case.__name__ for case in trunk_cases.DEFAULT])
+
+
 PARTS = {
     "layer": layer,
     "steps": all_steps,
@@ -198,6 +209,8 @@ PARTS = {
     "sft": sft,
     "rollout": rollout,
     "grpo": grpo,
+    # last: a case that fails ends the process
+    "trunk": trunk,
 }
 
 
@@ -211,11 +224,19 @@ def main(folder: str, size: str, *parts: str) -> None:
     for name in parts:
         kind, _, run = name.partition("=")
         if run:
-            sft_runs.train(job.folder, run, job.size, job.world)
+            run, _, form = run.partition(":")
+            options = {"form": form} if form else {}
+            sft_runs.train(job.folder, run, job.size, job.world, **options)
         else:
             PARTS[kind](job)
         dist.barrier()
+        job.file(f"{name}.done").touch()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # every training run collects garbage: not among all that was imported
+    gc.freeze()
+    try:
+        main(*sys.argv[1:])
+    finally:
+        gc.unfreeze()

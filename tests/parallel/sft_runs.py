@@ -13,15 +13,21 @@ from tiny_run import COMMON, GROUPS, rows
 ROWS_PER_STEP = 4
 
 
-def make_trainer(folder: Path, run: str, size: int, world: int, rank: int = 2, **options):
+def make_trainer(
+    folder: Path,
+    run: str,
+    size: int,
+    world: int,
+    rank: int = 2,
+    form: str = "shared_outer",
+    **options,
+):
     """A trainer on the base in ``sft_base``, which writes to the folder's ``sft_<run>``."""
     base, output_dir = str(folder / "sft_base"), str(folder / f"sft_{run}")
     steps = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
     batch = {"per_device_train_batch_size": ROWS_PER_STEP // world}
     training = SFTConfig(output_dir, **{**COMMON, **steps, **batch, **options})
-    lora = LoraArguments(
-        lora_targets=list(GROUPS), lora_rank=rank, lora_alpha=4.0, lora_form="shared_outer"
-    )
+    lora = LoraArguments(lora_targets=list(GROUPS), lora_rank=rank, lora_alpha=4.0, lora_form=form)
     parallel = ParallelArguments(expert_parallel_size=size)
     return K3SFTTrainer(
         build_model(ModelArguments(base, dtype="float32"), lora, training, parallel),

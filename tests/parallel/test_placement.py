@@ -31,9 +31,9 @@ def counts(*layers):
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_skewed_routing_becomes_even_within_a_tenth(seed):
     measured = counts(zipf(0.5, seed))
-    start = time.perf_counter()
+    start = time.process_time()
     placed = place_experts(measured, RANKS)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert measured.imbalance(measured.contiguous(RANKS)) > 1.5
     assert measured.imbalance(placed) < 1.10
     sizes = np.bincount(placed.ranks(1), minlength=RANKS)
@@ -42,9 +42,9 @@ def test_skewed_routing_becomes_even_within_a_tenth(seed):
 
 def test_a_real_number_of_layers_takes_seconds():
     measured = counts(*(zipf(0.4, seed) for seed in range(92)))
-    start = time.perf_counter()
+    start = time.process_time()
     placed = place_experts(measured, RANKS)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert measured.imbalance(placed) < 1.02
 
 

@@ -1,4 +1,4 @@
-"""A trunk spread over processes: one launch of two for all default cases, more in the slow tier."""
+"""A trunk spread over processes: the default cases in the one job of two, more in the slow tier."""
 
 from pathlib import Path
 
@@ -27,15 +27,9 @@ def check(folder: Path, case: str, ranks: int) -> None:
     assert len(passed) == ranks, "did not run, an earlier case failed:\n" + "\n".join(outputs)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    cases = [case.__name__ for case in DEFAULT]
-    return launch(tmp_path_factory.mktemp("two_trunks"), 2, 2, cases)
-
-
 @pytest.mark.parametrize("case", [case.__name__ for case in DEFAULT])
-def test_on_two_processes(two_processes, case):
-    check(two_processes, case, 2)
+def test_on_two_processes(ended, case):
+    check(ended / "trunk", case, 2)
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def experts_may_be_spread_too(run):
     """Experts over two and four ranks, their groups inside, across or equal to the trunk's."""
     for experts in (2, 4):
         if run.ranks % experts == 0:
-            five_steps(run, stage=2, dtype=torch.float32, experts=experts)
+            for stage in (1, 2):
+                five_steps(run, stage=stage, dtype=torch.float32, experts=experts)
 
 
 def f32_stays_f32_under_an_engine_with_bf16_on(run):

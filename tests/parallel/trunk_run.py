@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -156,7 +156,12 @@ def main(cases: Mapping[str, Callable[[Run], None]]) -> None:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     deepspeed.init_distributed("gloo")
-    run = Run(int(size), Path(folder))
+    run_cases(Run(int(size), Path(folder)), cases, names)
+    dist.destroy_process_group()
+
+
+def run_cases(run: Run, cases: Mapping[str, Callable[[Run], None]], names: Iterable[str]) -> None:
+    """Run cases in their order; the first that fails ends this process."""
     for name in names:
         begin = time.process_time()
         result = run.folder / f"{name}-{run.rank}"
@@ -168,4 +173,3 @@ def main(cases: Mapping[str, Callable[[Run], None]]) -> None:
             # without a word to the others, who may wait in a collective
             os._exit(1)
         result.with_suffix(".passed").write_text(f"{time.process_time() - begin:.2f} s of CPU")
-    dist.destroy_process_group()
