@@ -12,6 +12,7 @@ from k3tune.errors import ConfigError
 from k3tune.lora import adapter_parameters
 from k3tune.lora.inject import base_of
 from k3tune.parallel.expert_parallel import check_zero, expert_parallel_of, split_groups
+from k3tune.parallel.gradient_order import GradientOrder
 from k3tune.parallel.traffic import KINDS
 from k3tune.parallel.trunk_loading import sharded_trunk
 from k3tune.train.callbacks import (
@@ -115,6 +116,9 @@ class K3Trainer(ResumableTrainer):
         if self.gradient_norms is None:
             optimizer = self.optimizer_view.optimizer
             self.gradient_norms = GradientNorms(optimizer, partitioned=self.is_deepspeed_enabled)
+            if self._adds_gradients_as_they_come:
+                order = GradientOrder(self.optimizer_view.parameters, self.args.device)
+                optimizer.register_step_pre_hook(lambda *_: order.check())
             optimizer.register_step_pre_hook(lambda *_: self.clock.start("optimizer"))
         self.clock.start("forward_backward")
         return super().training_step(*args, **kwargs)
@@ -169,6 +173,11 @@ class K3Trainer(ResumableTrainer):
             values["trunk_prefetch_hits"] = gathered.hit_rate
             values["trunk_resident_bytes"] = trunk.resident_bytes
         return values
+
+    @property
+    def _adds_gradients_as_they_come(self) -> bool:
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        return plugin is not None and plugin.zero_stage == 2 and self.args.world_size > 1
 
     def _check_launch(self) -> None:
         """Refuse launches that would change precision or that checkpoints do not cover."""
