@@ -32,10 +32,11 @@ def test_four_processes_train_as_one_does(alone, size):
     run_ranks(WORKER, 4, folder, size, "steps")
     for case in CASES:
         check_run(folder, case, expected[case.name], size, 4)
-        shutil.rmtree(folder / f"{case.name}.adapter")
     for case in EXACT_CASES:
         check_exact_run(folder, case, expected[case.name], size, 4)
-        shutil.rmtree(folder / f"{case.name}.adapter")
+    # the next job writes its own
+    for adapter in folder.glob("*.adapter"):
+        shutil.rmtree(adapter)
 
 
 def losses(folder, run):
