@@ -12,7 +12,7 @@ import torch
 from k3tune_kernels.cpu import build
 
 _READ_BYTES = 512 << 20
-_ROUNDS = 2_000_000
+_ROUNDS = 40_000_000
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ namespace avx512 {
 #include "row_kernels.inc"
 #include "step_kernels.inc"
 #include "bf16_decode.inc"
+#include "bf16_few_rows.inc"
+#include "bf16_panels.inc"
 #include "bf16_kernels.inc"
 }  // namespace avx512
 }  // namespace k3

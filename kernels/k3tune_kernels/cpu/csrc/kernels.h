@@ -24,10 +24,14 @@ struct Rows {
     int64_t count;
 };
 
+// Columns of the big products a call works on at most.
+constexpr int64_t MOST_COLUMNS = 1024;
+
 struct Kernels {
     bool rows_are_bf16;
 
-    // out[t, o - first] = rows[t] . W[o] for outputs first <= o < last, multiples of 32.
+    // out[t, o - first] = rows[t] . W[o] for outputs first <= o < last, multiples of 32
+    // and at most MOST_COLUMNS of them.
     void (*project)(Rows rows, const Weight& weight, int64_t first, int64_t last, float* out,
                     int64_t out_stride, void* scratch);
     // out[t, i - first] (+)= sum_o rows[t, o] W[o, i] for inputs first <= i < last.

@@ -61,7 +61,9 @@ K3_EXPORT int64_t k3_project(const K3Weight* weight, int64_t outputs, int64_t in
     const int64_t value_bytes = kernels.rows_are_bf16 ? 2 : 4;
     const int64_t depth = transposed ? outputs : inputs, columns = transposed ? inputs : outputs;
     const k3::Team team(threads);
-    const int64_t step = rows <= 16 ? 896 : 256;
+    // two tasks a thread, of whole panels
+    const int64_t wanted = 2 * team.threads(), even = (columns + wanted - 1) / wanted;
+    const int64_t step = std::min((even + 127) / 128 * 128, k3::MOST_COLUMNS);
     const int64_t scratch_bytes = (static_cast<int64_t>(kernels.scratch_bytes(0)) + 63) / 64 * 64;
     try {
         const k3::Buffer<char> values(rows * depth * value_bytes);

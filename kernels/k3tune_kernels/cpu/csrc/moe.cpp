@@ -13,7 +13,7 @@ constexpr int64_t FEWEST_WAVE_ROWS = 256;
 struct TaskWidth {
     int64_t rows, columns;
 };
-constexpr TaskWidth TASK_WIDTHS[] = {{16, 1024}, {128, 256}};
+constexpr TaskWidth TASK_WIDTHS[] = {{16, MOST_COLUMNS}, {128, 256}};
 
 int64_t widest_task(int64_t rows) {
     for (const TaskWidth& width : TASK_WIDTHS)
