@@ -9,14 +9,15 @@ number of threads used, the figures are of a shared machine. Fractions are of th
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 from collections.abc import Callable
 
 import torch
 from cpu_ceilings import CpuCeilings, measure
-from cpu_peers import kt_kernel, ours, passes, resident
-from moe import Operands, operands
+from cpu_kt_kernel import NotHere, kt_kernel
+from cpu_peers import ours, passes, resident, with_tokens
 from timing import Timing, interleaved
 
 from k3tune_kernels.cpu import products
@@ -99,43 +100,40 @@ def layer(
     """Forward, and forward with all gradients, of one MoE layer with LoRA."""
     header(name, "pass", "candidate", "ms", "time / ours", "load")
     for count in tokens:
-        o = with_tokens(sizes, count, dtype)
-        grad = torch.randn_like(o.x_ND)
-        candidates = {
-            "ours": passes(o, ours(o, "cpu"), grad),
-            "reference": passes(o, ours(o, "reference"), grad),
-            f"resident {str(dtype).removeprefix('torch.')}": passes(o, resident(o), grad),
+        with contextlib.ExitStack() as stack:
+            _layer(stack, sizes, count, dtype, rounds)
+
+
+def _layer(
+    stack: contextlib.ExitStack, sizes: dict[str, int], count: int, dtype: torch.dtype, rounds: int
+) -> None:
+    o = with_tokens(sizes, count, dtype)
+    grad = torch.randn_like(o.x_ND)
+    candidates = {
+        "ours": passes(o, ours(o, "cpu"), grad),
+        "reference": passes(o, ours(o, "reference"), grad),
+        f"resident {str(dtype).removeprefix('torch.')}": passes(o, resident(o), grad),
+    }
+    if dtype is torch.bfloat16:
+        try:
+            other = stack.enter_context(kt_kernel(sizes, count))
+            candidates["kt-kernel MXFP4_SFT, SwiGLU"] = other
+        except NotHere as reason:
+            line(f"{count} tokens", "", "kt-kernel MXFP4_SFT", str(reason), "", load())
+    for index, pass_name in enumerate(("forward", "forward + backward")):
+        calls: dict[str, Callable[[], object]] = {
+            candidate: pair[index] for candidate, pair in candidates.items()
         }
-        if dtype is torch.bfloat16:
-            try:
-                candidates["kt-kernel MXFP4_SFT, SwiGLU"] = kt_kernel(o, grad)
-            except ImportError:
-                line(f"{count} tokens", "", "kt-kernel MXFP4_SFT", "not installed", "", load())
-        for index, pass_name in enumerate(("forward", "forward + backward")):
-            calls: dict[str, Callable[[], object]] = {
-                candidate: pair[index] for candidate, pair in candidates.items()
-            }
-            timed = interleaved(calls, CPU, rounds)
-            for candidate, timing in timed.items():
-                line(
-                    f"{count} tokens",
-                    pass_name,
-                    candidate,
-                    milliseconds(timing),
-                    f"{timing.median_s / timed['ours'].median_s:.2f}",
-                    load(),
-                )
-
-
-def with_tokens(sizes: dict[str, int], tokens: int, dtype: torch.dtype) -> Operands:
-    """Operands of exactly so many tokens, routed to distinct experts at random."""
-    o = operands(sizes | {"tokens_per_expert": 1}, CPU, dtype)
-    drawn = torch.rand(tokens, sizes["experts"]).topk(sizes["active"], dim=1)
-    return o._replace(
-        x_ND=torch.randn(tokens, sizes["width"]).to(dtype).requires_grad_(),
-        ids_NA=drawn.indices,
-        weights_NA=torch.softmax(drawn.values, 1).requires_grad_(),
-    )
+        timed = interleaved(calls, CPU, rounds)
+        for candidate, timing in timed.items():
+            line(
+                f"{count} tokens",
+                pass_name,
+                candidate,
+                milliseconds(timing),
+                f"{timing.median_s / timed['ours'].median_s:.2f}",
+                load(),
+            )
 
 
 def main() -> None:

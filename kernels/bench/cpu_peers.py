@@ -7,13 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from moe import SITU, Operands
+from moe import SITU, Operands, operands
 
-from k3tune_kernels.moe_lora import LoraFactors, MoELora, PackedWeight, moe_lora
+from k3tune_kernels.moe_lora import LoraFactors, MoELora, moe_lora
 from k3tune_kernels.mxfp4 import decode
 from k3tune_kernels.situ_glu import situ_glu
 
 Pass = Callable[[], Any]
+
+
+def with_tokens(sizes: dict[str, int], tokens: int, dtype: torch.dtype) -> Operands:
+    """Operands of exactly so many tokens, routed to distinct experts at random."""
+    o = operands(sizes | {"tokens_per_expert": 1}, torch.device("cpu"), dtype)
+    drawn = torch.rand(tokens, sizes["experts"]).topk(sizes["active"], dim=1)
+    return o._replace(
+        x_ND=torch.randn(tokens, sizes["width"]).to(dtype).requires_grad_(),
+        ids_NA=drawn.indices,
+        weights_NA=torch.softmax(drawn.values, 1).requires_grad_(),
+    )
 
 
 def passes(
@@ -64,54 +75,3 @@ def resident(o: Operands) -> Callable[[], torch.Tensor]:
         return out.to(o.x_ND.dtype)
 
     return run
-
-
-def kt_kernel(o: Operands, grad: torch.Tensor) -> tuple[Pass, Pass]:
-    """kt-kernel's ``MXFP4_SFT``: the same layer with SwiGLU in SiTU's place, as it has no other.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
-    from kt_kernel import KTMoEWrapper
-
-    experts, hidden, half = o.gate.packed.shape
-    rank = o.lora[0].A.shape[1]
-    layer = KTMoEWrapper(
-        layer_idx=0,
-        num_experts=experts,
-        num_experts_per_tok=o.ids_NA.shape[1],
-        hidden_size=2 * half,
-        moe_intermediate_size=hidden,
-        gpu_experts_mask=None,
-        cpuinfer_threads=torch.get_num_threads(),
-        threadpool_count=1,
-        weight_path="",
-        chunked_prefill_size=max(len(o.x_ND), 32),
-        method="MXFP4_SFT",
-        mode="sft",
-        lora_rank=rank,
-        lora_alpha=o.lora[0].scaling * rank,
-        group_size=32,
-        zero_point=False,
-        swiglu_limit=100.0,
-    )
-
-    def bf16_scale(weight: PackedWeight) -> list[torch.Tensor]:
-        return list(torch.exp2(weight.scale.float() - 127).bfloat16().unbind(0))
-
-    tensors: dict[str, list[torch.Tensor]] = {}
-    for name, weight in zip(("gate", "up", "down"), o[3:6], strict=True):
-        tensors |= {name: list(weight.packed.unbind(0)), f"{name}_scale": bf16_scale(weight)}
-    factors = [tensor.detach().bfloat16().contiguous() for pair in o.lora for tensor in pair[:2]]
-    layer.init_lora_weights(*factors, *map(torch.zeros_like, factors))
-    layer.load_mxfp4_weights(tensors, torch.arange(experts))
-    x, ids, weights = o.x_ND.detach(), o.ids_NA, o.weights_NA.detach().float()
-
-    def forward(save: bool) -> torch.Tensor:
-        return layer.forward(x, ids, weights, save_for_backward=save)
-
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        forward(True)
-        return layer.backward(grad)
-
-    return lambda: forward(False), both

@@ -17,6 +17,8 @@ def test_the_cpu_benchmark_times_ours_and_the_reference(repository):
     report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "GFLOP/s" in report.splitlines()[0]
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| 64 tokens")]
+    # without kt-kernel its row has the reason and no figure
+    rows = [row for row in rows if row[1]]
     candidates = {row[2] for row in rows}
     assert {"ours", "reference", "resident bfloat16", "resident float32"} <= candidates
-    assert all(float(row[4]) > 0 for row in rows if row[3] != "not installed")
+    assert all(float(row[4]) > 0 for row in rows)

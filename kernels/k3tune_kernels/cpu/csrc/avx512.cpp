@@ -17,7 +17,7 @@
 #define K3_DOT_ROWS 4
 #define K3_OUTER_ROWS 6
 #define K3_OUTER_VECTORS 4
-#define K3_FEW_ROWS 16
+#define K3_FEW_ROWS 1
 #define K3_TURNED_ROWS 64
 #define K3_TURNED_INPUTS 256
 #define K3_BACK_PANEL_ROWS 256
