@@ -1,7 +1,7 @@
 // AVX-512 with bf16 dot products (and VBMI for the nibbles): Zen 4, Sapphire Rapids and later.
 //
 // Three ways through a weight, all from its one row-major buffer:
-// - up to 8 rows of activations: decoded values go straight into dot products, no panel;
+// - up to 16 rows of activations: decoded values go straight into dot products, no panel;
 // - more rows, forward: a panel of 64 outputs is decoded with the outputs along the lanes, then
 //   6 x 64 tiles run over it, a pair of activations broadcast at a time;
 // - more rows, backward: the same tiles over a panel of 64 inputs, its rows interleaved in pairs.
