@@ -18,25 +18,35 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-# In a process of its own, so that the peak is the export's.
-EXPORT = """
-import sys, time
+# In a process of its own, so that the peak is the export's. Exports and copies take turns, each
+# right after the other's files are deleted: both write to memory in the same state.
+ROUNDS = """
+import json, shutil, sys, time
+from pathlib import Path
 def peak():
     # not getrusage: its figure starts with the parent's
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 bare = peak()
-import torch
+from bench_export import copy_seconds
 from k3tune.lora.export.exporting import export_adapter
 imported = peak()
-start = time.perf_counter()
-export_adapter(sys.argv[1], sys.argv[2], format=sys.argv[3], overwrite=True)
-print(bare, imported, peak(), time.perf_counter() - start)
+file, out, consumer, repeats = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+copies, exports = [], []
+for _ in range(repeats):
+    copies.append(copy_seconds(file, out))
+    out.unlink()
+    start = time.perf_counter()
+    export_adapter(file.parent, out, format=consumer)
+    exports.append(time.perf_counter() - start)
+    shutil.rmtree(out)
+print(json.dumps([bare, imported, peak(), copies, exports]))
 """
 
 
@@ -85,40 +95,33 @@ def stream(options: argparse.Namespace) -> None:
     """Peak memory and speed of an export, against a copy of the same bytes."""
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        source, out = folder / "source", folder / "out"
+        source = folder / "source"
         write_synthetic(
             source, int(options.gigabytes * 1e9), options.experts, options.rank, options.form
         )
         file = source / "adapter_model.safetensors"
         size = file.stat().st_size
-        copies, exports = [], []
-        figures: list[float] = []
-        for _ in range(options.repeats):
-            copies.append(copy_seconds(file, folder / "copy"))
-            (folder / "copy").unlink()
-            command = [sys.executable, "-c", EXPORT, str(source), str(out), options.consumer]
-            path = os.pathsep.join(sys.path[:2])
-            result = subprocess.run(
-                command,
-                env={**os.environ, "PYTHONPATH": path},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            figures = [float(word) for word in result.stdout.split()]
-            exports.append(figures[3])
-            shutil.rmtree(out)
-        bare, imported, peak, _ = figures
-        print(f"adapter: {size / 1e9:.2f} GB, {options.form}, exported for {options.consumer}")
-        print(
-            f"peak: {(peak - bare) / 1e6:.0f} MB above the bare interpreter, "
-            f"{(peak - imported) / 1e6:.0f} MB above its imports"
+        path = os.pathsep.join([*sys.path[:2], str(ROOT / "scripts")])
+        words = [str(file), str(folder / "out"), options.consumer, str(options.repeats)]
+        result = subprocess.run(
+            [sys.executable, "-c", ROUNDS, *words],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
-        print(
-            f"speed: {size / min(exports) / 1e6:.0f} MB/s, a plain copy "
-            f"{size / min(copies) / 1e6:.0f} MB/s: {100 * min(copies) / min(exports):.0f} % "
-            f"(best of {options.repeats})"
-        )
+    bare, imported, peak, copies, exports = json.loads(result.stdout.splitlines()[-1])
+    print(f"adapter: {size / 1e9:.2f} GB, {options.form}, exported for {options.consumer}")
+    print(
+        f"peak: {(peak - bare) / 1e6:.0f} MB above the bare interpreter, "
+        f"{(peak - imported) / 1e6:.0f} MB above its imports"
+    )
+    shares = [copied / exported for copied, exported in zip(copies, exports, strict=True)]
+    print(
+        f"speed: {size / median(exports) / 1e6:.0f} MB/s, a plain copy "
+        f"{size / median(copies) / 1e6:.0f} MB/s: {100 * median(shares):.0f} % of it "
+        f"(medians of {options.repeats}, {100 * min(shares):.0f} to {100 * max(shares):.0f} %)"
+    )
 
 
 def merge(options: argparse.Namespace) -> None:
@@ -208,7 +211,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     streamed.add_argument("--rank", type=int, default=32)
     streamed.add_argument("--form", choices=["per_expert", "shared_outer"], default="per_expert")
     streamed.add_argument("--consumer", choices=["peft", "vllm", "sglang"], default="vllm")
-    streamed.add_argument("--repeats", type=int, default=3)
+    streamed.add_argument("--repeats", type=int, default=9)
     streamed.add_argument("--folder", help="where the files go; default the temporary folder")
     streamed.set_defaults(run=stream)
     merging = commands.add_parser("merge")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ _BITS = {
     torch.float32: (torch.int32, torch.uint32, 0x7F800000, 0xFF800000),
     torch.float64: (torch.int64, torch.uint64, 0x7FF << 52, 0xFFF << 52),
 }
-# small enough to stay in a cache between reading, checking, hashing and writing
-_CHUNK_BYTES = 2 << 20
+# what is read, checked, hashed and written at one time stays in a cache
+_CHUNK_BYTES = 512 << 10
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 # Fields that change the mathematics, with the values that do not.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -109,6 +110,8 @@ class FactorReader:
         # rows of one stack: its key, the first row held, the rows
         self._ahead: tuple[str, int, Tensor] = ("", 0, torch.empty(0))
         self._last = ("", -1)
+        # given back by whoever is done with a chunk
+        self._spare: deque[torch.UntypedStorage] = deque()
 
     def __enter__(self) -> "FactorReader":
         return self
@@ -153,7 +156,10 @@ class FactorReader:
         return read[0]
 
     def chunks(self, key: str, stored: StoredTensor, *, check: bool = True) -> Iterator[Tensor]:
-        """A tensor's values in the dtype of the file, some MB at a time, flat.
+        """A tensor's values in the dtype of the file, some at a time, flat.
+
+        A chunk that is given to :meth:`recycle` holds a later one of any tensor, so that long
+        reading stays in memory that a cache holds.
 
         Raises:
             AdapterError: if a value is not finite and ``check`` is true.
@@ -164,19 +170,28 @@ class FactorReader:
         step = _CHUNK_BYTES // width
         for start in range(0, total, step):
             count = min(step, total - start)
-            yield self._run(key, stored, stored.offset + start * width, (count,), check)
+            tensor = torch.empty(0, dtype=stored_dtype(stored))
+            tensor.set_(self._storage(), 0, (count,))
+            self._read_into(tensor, key, stored, stored.offset + start * width, check)
+            yield tensor
 
-    def _run(
-        self,
-        key: str,
-        stored: StoredTensor,
-        offset: int,
-        shape: tuple[int, ...],
-        check: bool = True,
-    ) -> Tensor:
+    def recycle(self, chunk: Tensor) -> None:
+        """Take back a chunk that nobody reads any more; any thread may."""
+        self._spare.append(chunk.untyped_storage())
+
+    def _storage(self) -> torch.UntypedStorage:
+        return self._spare.popleft() if self._spare else torch.UntypedStorage(_CHUNK_BYTES)
+
+    def _run(self, key: str, stored: StoredTensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=stored_dtype(stored))
+        self._read_into(tensor, key, stored, offset)
+        return tensor
+
+    def _read_into(
+        self, tensor: Tensor, key: str, stored: StoredTensor, offset: int, check: bool = True
+    ) -> None:
         if stored.file not in self._open:
             self._open[stored.file] = ShardReader(stored.file)
-        tensor = torch.empty(shape, dtype=stored_dtype(stored))
         self._open[stored.file].read_into(
             key, offset, tensor.flatten().view(torch.uint8).numpy().data
         )
@@ -186,7 +201,6 @@ class FactorReader:
                 f"{int((~torch.isfinite(tensor)).sum())} that are not: the adapter's training "
                 "diverged, or the file is damaged"
             )
-        return tensor
 
 
 def stored_dtype(stored: StoredTensor) -> torch.dtype:

@@ -23,6 +23,8 @@ DTYPE_NAMES = {
 _ALIGNMENT = 8
 # half a million small factors are written by large calls
 _BUFFER_BYTES = 1 << 20
+# So many bytes are on their way to the disk while the next ones are read and hashed.
+_WRITEBACK_BYTES = 16 << 20
 
 
 class Entry(NamedTuple):
@@ -43,11 +45,12 @@ class Pending:
     """Tensors to write, one behind the other; ``parts`` reads them, when their turn comes.
 
     The parts are runs of values in the order of the file, on the CPU, of any shape; one may end in
-    the middle of a tensor.
+    the middle of a tensor. ``recycle`` takes back a part that nobody reads any more.
     """
 
     entries: Sequence[Entry]
     parts: Callable[[], Iterator[Tensor]]
+    recycle: Callable[[Tensor], None] | None = None
 
     @cached_property
     def size_bytes(self) -> int:
@@ -126,12 +129,25 @@ def _write_file(file: Path, tensors: Sequence[Pending]) -> None:
     with file.open("wb", buffering=_BUFFER_BYTES) as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
+        begun = 0
         for pending in tensors:
             written = 0
             for part in pending.parts():
                 written += stream.write(tensor_buffer(part))
+                if stream.tell() - begun >= _WRITEBACK_BYTES:
+                    begun = _begin_writeback(stream, begun)
             assert written == pending.size_bytes, f"{pending.entries[0]=} {written=}"
         _sync(stream)
+
+
+def _begin_writeback(stream: IO[bytes], start: int) -> int:
+    """Let the system write what lies behind ``start`` to disk, without waiting; returns its end."""
+    stream.flush()
+    end = stream.tell()
+    # Linux begins to write dirty pages at this advice; elsewhere nothing is lost
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(stream.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 def _sync(stream: IO[bytes] | IO[str]) -> None:

@@ -19,7 +19,7 @@ from k3tune.published.safetensors_files import StoredTensor
 
 DIGESTS_NAME = "tensors.sha256"
 # What the hashing thread gets at a time: it and the writer hand over to each other rarely.
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 2 << 20
 _WAITING = 3
 RUN_BYTES = 256 << 20
 
@@ -100,7 +100,7 @@ def _run(group: Sequence[tuple[StoredTensor, Entry]], reader: FactorReader) -> P
                     pass
             raise
 
-    return Pending([entry for _, entry in group], parts)
+    return Pending([entry for _, entry in group], parts, reader.recycle)
 
 
 def _matrices(
@@ -135,7 +135,7 @@ class DigestLog:
         self._stream: IO[str] = file.open("w", encoding="utf-8")
         self._pool = ThreadPoolExecutor(1)
         self._tasks: deque[Future[None]] = deque()
-        self._batch: list[memoryview] = []
+        self._batch: list[tuple[Tensor, Pending]] = []
         self._batch_bytes = 0
         # tensors to come, and how much of the first is hashed: the thread's own
         self._tensors: deque[tuple[str, int]] = deque()
@@ -161,8 +161,8 @@ class DigestLog:
         def parts() -> Iterator[Tensor]:
             self._tensors.extend((entry.key, entry.size_bytes) for entry in pending.entries)
             for part in pending.parts():
-                self._batch.append(tensor_buffer(part))
-                self._batch_bytes += len(self._batch[-1])
+                self._batch.append((part, pending))
+                self._batch_bytes += part.nbytes
                 if self._batch_bytes >= _BATCH_BYTES:
                     self._submit()
                 yield part
@@ -177,10 +177,10 @@ class DigestLog:
         while len(self._tasks) > _WAITING:
             self._tasks.popleft().result()
 
-    def _hash(self, batch: Sequence[memoryview]) -> None:
+    def _hash(self, batch: Sequence[tuple[Tensor, Pending]]) -> None:
         """Cut the bytes into tensors, and hash each."""
-        for buffer in batch:
-            start = 0
+        for part, pending in batch:
+            buffer, start = tensor_buffer(part), 0
             while start < len(buffer):
                 key, size = self._tensors[0]
                 stop = min(len(buffer), start + size - self._done)
@@ -191,6 +191,9 @@ class DigestLog:
                     self._stream.write(f"{self._hasher.hexdigest()}  {key}\n")
                     self._hasher, self._done = hashlib.sha256(), 0
                     self._tensors.popleft()
+            # it was written before the next part was asked for, which alone reuses it
+            if pending.recycle is not None:
+                pending.recycle(part)
 
 
 def read_digests(file: Path) -> dict[str, str]:
