@@ -171,7 +171,7 @@ class FactorReader:
         for start in range(0, total, step):
             count = min(step, total - start)
             tensor = torch.empty(0, dtype=stored_dtype(stored))
-            tensor.set_(self._storage(), 0, (count,))
+            tensor.set_(self._storage(), 0, (count,), (1,))
             self._read_into(tensor, key, stored, stored.offset + start * width, check)
             yield tensor
 

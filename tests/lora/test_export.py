@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from closeness import assert_close
 from k3tune.errors import AdapterError
-from k3tune.lora import attach_lora, export_adapter, save_adapter
+from k3tune.lora import attach_lora, export_adapter, save_adapter, shards
+from k3tune.lora import read as reading
+from k3tune.lora.export import stream
 from k3tune.model import load_base
 
 PREFIX = "base_model.model.language_model.model.layers."
@@ -275,11 +277,7 @@ def test_beside_the_tensors(adapter, folder, tmp_path):
         "k3tune.json",
         "tensors.sha256",
     ]
-    lines = (tmp_path / "out" / "tensors.sha256").read_text().splitlines()
-    digests = dict(reversed(line.split("  ")) for line in lines)
-    for key, value in tensors_of(tmp_path / "out").items():
-        raw = value.contiguous().view(torch.uint8).numpy().tobytes()
-        assert digests[key] == hashlib.sha256(raw).hexdigest()
+    assert_digests_hold(tmp_path / "out")
     metadata = read(tmp_path / "out", "k3tune.json")
     trained = read(tmp_path / "trained", "k3tune.json")
     assert metadata["version"] == 3 and metadata["provenance"] == {"run": "x"}
@@ -287,6 +285,32 @@ def test_beside_the_tensors(adapter, folder, tmp_path):
     assert metadata["base"]["sample"].startswith("sample:sha256:")
     card = (tmp_path / "out" / "README.md").read_text()
     assert report.command in card and "k3-v3=" in report.command
+
+
+def assert_digests_hold(folder):
+    lines = (folder / "tensors.sha256").read_text().splitlines()
+    digests = dict(reversed(line.split("  ")) for line in lines)
+    for key, value in tensors_of(folder).items():
+        raw = value.contiguous().view(torch.uint8).numpy().tobytes()
+        assert digests[key] == hashlib.sha256(raw).hexdigest()
+
+
+def test_chunks_that_are_used_again_are_written_and_hashed_first(adapter, tmp_path, monkeypatch):
+    source = adapter()
+    made, allocate = [], torch.UntypedStorage
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "_CHUNK_BYTES", 48)
+        patch.setattr(stream, "_BATCH_BYTES", 100)
+        patch.setattr(shards, "_WRITEBACK_BYTES", 1000)
+        patch.setattr(torch, "UntypedStorage", lambda size: made.append(size) or allocate(size))
+        report = export_adapter(source, tmp_path / "out", format="peft")
+    assert 0 < len(made) < report.size_bytes / 48 / 20
+    assert_digests_hold(tmp_path / "out")
+    trained, found = tensors_of(source), tensors_of(tmp_path / "out")
+    for side in ("w1.lora_A", "w1.lora_B", "w3.lora_A", "w3.lora_B", "w2.lora_A", "w2.lora_B"):
+        for expert in range(5):
+            key = f"{EXPERTS}.{expert}.{side}.weight"
+            assert torch.equal(found[key], trained[f"{EXPERTS}.{side}.weight"][expert])
 
 
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(adapter, tmp_path):
