@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from k3tune.model.cache import KDACacheLayer
-from k3tune.model.documents import PADDING, Documents
+from k3tune.model.documents import Documents
 from k3tune.model.kda_fla import fla_accepts, kda_fla
 from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
 from k3tune.model.layers import KeepsDtype, ShortConvolution, widen, without_autocast
@@ -158,11 +158,7 @@ class KimiDeltaAttention(KeepsDtype):
             return output
         q, k, v = _unit(q) * self.head_dim**-0.5, _unit(k), widen(v)
         state = None if cache is None else cache.state
-        if state is None:
-            batch = q.shape[0]
-            zeros = q.new_zeros(batch, self.num_heads, self.head_dim, self.head_dim)
-            state = DeltaState(zeros, None if ids is None else ids.new_full((batch,), PADDING))
-        elif ids is not None and state.document_B is None:
+        if state is not None and ids is not None and state.document_B is None:
             state = DeltaState(state.value_BHKV, ids.new_zeros(ids.shape[0]))
         rule = kda_recurrent if q.shape[1] == 1 else kda_chunked
         output, state = rule(q, k, v, log_decay, beta, state, ids)

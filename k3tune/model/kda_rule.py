@@ -5,15 +5,19 @@ eq. 1 to 6; ``alpha = exp(log_decay)`` a channel)::
 
     S' = diag(alpha_t) S;   S = S' + beta_t k_t (v_t - S'^T k_t)^T;   o_t = S^T q_t
 
-Shape letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``K`` / ``V`` key / value head width, ``C``
-tokens in a chunk, ``Z`` chunks. All inputs are fp32 (fp64 for gradient checks).
+Shape letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``K`` / ``V`` key / value head width; in the
+chunked form ``N`` documents, ``Z`` chunks of all of them, ``C`` tokens in a chunk. All inputs are
+fp32 (fp64 for gradient checks).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from k3tune.model.kda_grid import ChunkGrid, chunk_grid
 
 # measured on a CPU: half the time of 64 at head width 32, 4 / 5 of it at 128
 CHUNK_SIZE = 32
@@ -40,7 +44,7 @@ def kda_recurrent(
     v_BTHV: Tensor,
     log_decay_BTHK: Tensor,
     beta_BTH: Tensor,
-    state: DeltaState,
+    state: DeltaState | None = None,
     documents_BT: Tensor | None = None,
 ) -> tuple[Tensor, DeltaState]:
     """The rule token by token: decoding, and the truth for the chunked form.
@@ -49,12 +53,16 @@ def kda_recurrent(
         q_BTHK, k_BTHK, v_BTHV: queries (already scaled), keys, values.
         log_decay_BTHK: log of the decay, at most 0.
         beta_BTH: writing strength, in (0, 1).
-        state: what went before.
+        state: what went before; None for nothing, a state of zero.
         documents_BT: document number of each token; None when all belong to the state's document.
 
     Returns:
         ``[B, T, H, V]`` outputs and the state after the last token.
     """
+    if state is None:
+        batch, _, *widths = k_BTHK.shape
+        zeros = v_BTHV.new_zeros(batch, *widths, v_BTHV.shape[-1])
+        state = DeltaState(zeros, None if documents_BT is None else documents_BT[:, 0])
     value, document = state.value_BHKV, state.document_B
     outputs = []
     for t in range(q_BTHK.shape[1]):
@@ -77,7 +85,7 @@ def kda_chunked(
     v_BTHV: Tensor,
     log_decay_BTHK: Tensor,
     beta_BTH: Tensor,
-    state: DeltaState,
+    state: DeltaState | None = None,
     documents_BT: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, DeltaState]:
@@ -90,77 +98,84 @@ def kda_chunked(
         O = (exp(G) * Q) S + tril(sum_d q_id k_jd exp(G_id - G_jd)) W
         S <- diag(exp(G_C)) S + (exp(G_C - G) * K)^T W
 
-    A pair of tokens of two documents is left out of A and O, and a token of another document than
-    the state's does not read it: the reset needs no split of the row.
+    Every document begins a chunk; a padded token at the end of its last one decays nothing and
+    writes nothing.
     """
-    length = q_BTHK.shape[1]
-    chunk_size = min(chunk_size, length)
-    padding = -length % chunk_size
-    # a padded token decays nothing and writes nothing
-    q, k, v, g = (_chunks(x, padding, chunk_size) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK))
-    beta = _chunks(beta_BTH[..., None], padding, chunk_size)
+    batch, length = q_BTHK.shape[:2]
+    grid = chunk_grid((batch, length), documents_BT, chunk_size, q_BTHK.device)
+    q, k, v, g = (grid.fill(x) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK))
+    beta = grid.fill(beta_BTH[..., None])
     # differences of large sums: in fp32 the exponent would be off by 1e-5 after 64 tokens
     cumulative = g.double().cumsum(-2)
-    pairs = _decayed_products(k, k, cumulative).tril(-1) * beta
-    scores = _decayed_products(q, k, cumulative).tril()
+    pairs, scores = _decayed_products((k, q), k, cumulative)
     reads = cumulative.to(g.dtype).exp()
     writes = (cumulative[..., -1:, :] - cumulative).to(g.dtype).exp()
-    keeps = reads[..., -1, :, None]
-    ends = state.document_B
-    if documents_BT is not None:
-        assert ends is not None, "documents need the state's document"
-        documents = _document_chunks(documents_BT, padding, chunk_size)
-        before = torch.cat([ends[:, None], documents[:, :-1, -1]], dim=1)
-        same = (documents[..., :, None] == documents[..., None, :])[:, None]
-        pairs, scores = pairs * same, scores * same
-        reads = reads * (documents == before[..., None])[:, None, :, :, None]
-        writes = writes * (documents == documents[..., -1:])[:, None, :, :, None]
-        keeps = keeps * (documents[..., -1] == before)[:, None, :, None, None]
-        ends = documents[:, -1, -1]
     right = torch.cat([v, reads * k], dim=-1) * beta
-    solved = torch.linalg.solve_triangular(pairs, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(
+        pairs.tril(-1) * beta, right, upper=False, unitriangular=True
+    )
     u, y = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    output, value = _scan(u, y, reads * q, scores, writes * k, keeps, state.value_BHKV)
-    output_BTHV = output.flatten(2, 3)[:, :, :length].transpose(1, 2)
-    return output_BTHV, DeltaState(value, ends)
+    keeps = reads[..., -1, :, None]
+    tensors = (u, y, reads * q, scores.tril(), writes * k, keeps)
+    begin = None if state is None else _begin(state, grid, documents_BT)
+    output, value = _scan(tensors, grid.steps, begin)
+    ends = None if documents_BT is None else documents_BT[:, -1]
+    return grid.empty(output, batch), DeltaState(value[grid.last_B], ends)
+
+
+def _begin(state: DeltaState, grid: ChunkGrid, documents_BT: Tensor | None) -> Tensor:
+    """State each document of the grid begins with, ``[N, H, K, V]``."""
+    value = state.value_BHKV
+    if documents_BT is not None:
+        assert state.document_B is not None, "documents need the state's document"
+        value = value * torch.eq(documents_BT[:, 0], state.document_B)[:, None, None, None]
+    zeros = value.new_zeros(grid.steps[0], *value.shape[1:])
+    return zeros.index_copy(0, grid.first_B, value)
 
 
 def _scan(
-    u: Tensor, y: Tensor, q: Tensor, scores: Tensor, k: Tensor, keeps: Tensor, value: Tensor
+    tensors: Sequence[Tensor], steps: Sequence[int], value: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Carry the state over the chunks; tensors are ``[B, H, Z, ...]``."""
-    outputs = []
-    for z in range(u.shape[2]):
-        w = u[:, :, z] - y[:, :, z] @ value
-        outputs.append(q[:, :, z] @ value + scores[:, :, z] @ w)
-        value = keeps[:, :, z] * value + k[:, :, z].transpose(-1, -2) @ w
-    return torch.stack(outputs, dim=2), value
+    """Carry the states over the chunks.
+
+    Args:
+        tensors: U, Y, reading queries, scores, writing keys, decays; ``[Z, H, ...]`` each.
+        steps: chunks of each step.
+        value: states at the beginning, ``[N, H, K, V]``; None for zero.
+
+    Returns:
+        ``[Z, H, C, V]`` outputs and the states at each document's end.
+    """
+    outputs, ended = [], []
+    # split, not sliced: its gradient is one concatenation
+    for u, y, q, scores, k, keeps in zip(*(x.split(steps) for x in tensors), strict=True):
+        if value is None:
+            outputs.append(scores @ u)
+            value = k.transpose(-1, -2) @ u
+            continue
+        value, end = value.split([len(u), len(value) - len(u)])
+        ended.append(end)
+        w = u - y @ value
+        outputs.append(q @ value + scores @ w)
+        value = keeps * value + k.transpose(-1, -2) @ w
+    assert value is not None, "no chunk"
+    return torch.cat(outputs), torch.cat([value, *reversed(ended)])
 
 
-def _decayed_products(a: Tensor, b: Tensor, cumulative: Tensor) -> Tensor:
-    """``sum_d a_id b_jd exp(G_id - G_jd)`` for j <= i; entries above the diagonal are arbitrary.
+def _decayed_products(rows: Sequence[Tensor], b: Tensor, cumulative: Tensor) -> list[Tensor]:
+    """``sum_d a_id b_jd exp(G_id - G_jd)`` for j <= i and each ``a``; arbitrary for j > i.
 
     ``cumulative`` is G in fp64. Rows go in tiles: both exponents are taken relative to the tile's
     middle, which keeps every factor inside fp32 however long the chunk.
     """
-    size = a.shape[-2]
-    rows = []
+    size = b.shape[-2]
+    products: list[list[Tensor]] = [[] for _ in rows]
     for start in range(0, size, _TILE):
         stop = min(start + _TILE, size)
         middle = cumulative[..., (start + stop - 1) // 2, :][..., None, :]
-        left = a[..., start:stop, :] * (cumulative[..., start:stop, :] - middle).to(a.dtype).exp()
+        grows = (cumulative[..., start:stop, :] - middle).to(b.dtype).exp()
         right = b[..., :stop, :] * (middle - cumulative[..., :stop, :]).to(b.dtype).exp()
-        rows.append(F.pad(left @ right.transpose(-1, -2), (0, size - stop)))
-    return torch.cat(rows, dim=-2)
-
-
-def _chunks(x_BTHX: Tensor, padding: int, chunk_size: int) -> Tensor:
-    """``[B, T, H, X]`` to ``[B, H, Z, C, X]``, zero-padded at the end."""
-    padded = F.pad(x_BTHX, (0, 0, 0, 0, 0, padding))
-    return padded.unflatten(1, (-1, chunk_size)).permute(0, 3, 1, 2, 4)
-
-
-def _document_chunks(documents_BT: Tensor, padding: int, chunk_size: int) -> Tensor:
-    """``[B, T]`` to ``[B, Z, C]``; padded tokens go on with the last document."""
-    tail = documents_BT[:, -1:].expand(-1, padding)
-    return torch.cat([documents_BT, tail], dim=1).unflatten(1, (-1, chunk_size))
+        for a, tiles in zip(rows, products, strict=True):
+            left = a[..., start:stop, :] * grows
+            tiles.append(F.pad(left @ right.transpose(-1, -2), (0, size - stop)))
+    return [torch.cat(tiles, dim=-2) for tiles in products]
