@@ -69,6 +69,21 @@ class Documents:
         (positions,) = self._starts_BT.flatten().nonzero(as_tuple=True)
         return torch.cat([positions, positions.new_tensor([self._starts_BT.numel()])])
 
+    @cached_property
+    def first_keys(self) -> list[int] | None:
+        """Of each new token, the first token of any row's document at its place; None for 0.
+
+        Nothing before it is attended to from there on. Computed once a forward pass.
+        """
+        if self.ids_BS is None:
+            return None
+        # a document that goes on behind padding is one document
+        ids = self.ids_BS.cummax(1).values
+        places = torch.arange(self.num_tokens, device=ids.device).expand_as(ids)
+        begins = places[:, 1:].where(ids[:, 1:] != ids[:, :-1], 0).cummax(1).values
+        first = torch.nn.functional.pad(begins.amin(0), (1, 0))
+        return first[self.num_cached :].tolist()
+
     def reach(self, context: int) -> Tensor | None:
         """Whether the token ``context - j`` before each new one is in its document.
 

@@ -17,6 +17,9 @@ from k3tune_kernels.latent_attention import latent_attention
 
 # Queries attended at once: bounds the mask and, where no fused kernel applies, the scores.
 _QUERY_BLOCK = 1024
+# Of several documents a row, where a block sees its own documents only: a CPU takes 32 ms for 1,800
+# tokens in 31 documents, forward and backward of k3-nano's heads, and 141 ms by blocks of 1024.
+_DOCUMENTS_BLOCK = 128
 
 
 class GatedMLA(nn.Module):
@@ -113,34 +116,36 @@ class GatedMLA(nn.Module):
 def _attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, documents: Documents) -> Tensor:
     """Causal attention inside documents, block by block over the queries; ``[B, H, T, V]``."""
     length, total = q_BHTK.shape[2], k_BHSK.shape[2]
-    past, ids = total - length, documents.ids_BS
+    past, first_keys = total - length, documents.first_keys
+    block = _QUERY_BLOCK if first_keys is None else _DOCUMENTS_BLOCK
     outputs = []
-    for start in range(0, length, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, length)
-        visible = past + stop
-        mask = _visible(past + start, visible, ids, q_BHTK.device)
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        keys = slice(0 if first_keys is None else first_keys[start], past + stop)
+        mask = _visible(past + start, keys, documents.ids_BS, q_BHTK.device)
         outputs.append(
             F.scaled_dot_product_attention(
                 q_BHTK[:, :, start:stop],
-                k_BHSK[:, :, :visible],
-                v_BHSV[:, :, :visible],
+                k_BHSK[:, :, keys],
+                v_BHSV[:, :, keys],
                 attn_mask=mask,
             )
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _visible(start: int, stop: int, ids_BS: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which of the keys before ``stop`` the queries ``start..stop`` see; None when all.
+def _visible(start: int, keys: slice, ids_BS: Tensor | None, device: torch.device) -> Tensor | None:
+    """Which of the ``keys`` the queries ``start..keys.stop`` see; None when all.
 
     Returns:
         bool ``[queries, keys]``, or ``[B, 1, queries, keys]`` with documents.
     """
-    if ids_BS is None and stop - start == 1:
+    queries = slice(start, keys.stop)
+    if ids_BS is None and keys.stop - start == 1:
         return None
-    keys = torch.arange(stop, device=device)
-    causal = keys[start:, None] >= keys[None, :]
+    places = torch.arange(keys.stop, device=device)
+    causal = places[queries, None] >= places[None, keys]
     if ids_BS is None:
         return causal
-    same = ids_BS[:, start:stop, None] == ids_BS[:, None, :stop]
+    same = ids_BS[:, queries, None] == ids_BS[:, None, keys]
     return (causal & same)[:, None]

@@ -3,11 +3,16 @@
 import pytest
 import torch
 
-from k3tune.model import load_base
+from k3tune.model import load_base, mla
 from k3tune.model.documents import FrontPadding, find_documents
 
 ATOL = 1e-10
 LENGTHS = (7, 3, 15, 1, 19)
+
+
+@pytest.fixture(autouse=True)
+def blocks_shorter_than_a_document(monkeypatch):
+    monkeypatch.setattr(mla, "_DOCUMENTS_BLOCK", 4)
 
 
 @pytest.fixture(scope="module")
