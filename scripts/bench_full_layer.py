@@ -209,6 +209,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each size")
     parser.add_argument("--keep", action="store_true", help="do not delete the folder")
     arguments = parser.parse_args()
+    if arguments.folder.exists():
+        parser.error(f"{arguments.folder} exists: name a new folder, it is deleted at the end")
     packed = arguments.experts * EXPERT_BYTES
     free_disk = shutil.disk_usage(arguments.folder.resolve().parent).free
     if free_disk < 1.1 * packed:
