@@ -13,7 +13,7 @@ from k3tune_kernels.cpu import build
 
 # What the CPU kernels' code for an instruction set needs, by names of /proc/cpuinfo, best first.
 _INSTRUCTION_SETS: dict[str, set[str]] = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vbmi"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"},
     "avx2": {"avx2", "fma"},
     "portable": set(),
 }
