@@ -14,11 +14,21 @@ from k3tune.quant.mxfp8 import round_mxfp8
 from k3tune.rl import Sampling
 from k3tune.rl.engines import LocalEngine
 from k3tune.rl.numerics import activation_rounding
+from k3tune_kernels.cpu import library
 from k3tune_kernels.moe_lora import LoraFactors, MoELora, PackedWeight, Situ, moe_lora
 from k3tune_kernels.mxfp4 import decode
 
 N, A, E, D, F, R = 37, 3, 6, 64, 96, 4
 SITU = Situ(4.0, 25.0)
+BACKENDS = [
+    "reference",
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            library.obstacle() is not None, reason=f"no CPU kernels: {library.obstacle()}"
+        ),
+    ),
+]
 IDS = torch.randint(0, 90, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
@@ -91,7 +101,7 @@ def by_hand(operands: Operands, rounding) -> list[torch.Tensor]:
     return [y.detach(), operands.x.grad, operands.expert_weights.grad, *factors]
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rounding", ["none", "bf16", "mxfp8"])
 def test_the_op_rounds_what_enters_each_projection_and_passes_gradients_through(rounding, backend):
     functions = {"none": lambda x: x, "bf16": lambda x: x.bfloat16().float(), "mxfp8": round_mxfp8}
@@ -104,7 +114,7 @@ def test_the_op_rounds_what_enters_each_projection_and_passes_gradients_through(
         assert_close(f"{rounding} {number}", one, other, max_rel=10 * bound, rms_rel=bound)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_in_bfloat16_only_mxfp8_changes_anything(backend):
     none, bf16, mxfp8 = (
         Operands(torch.bfloat16).run(activation_rounding=rounding, backend=backend)
