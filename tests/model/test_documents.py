@@ -194,3 +194,16 @@ def test_cumulative_lengths_for_varlen_kernels_split_rows_and_documents():
         (2, 4), torch.device("cpu"), position_ids=torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
     )
     assert documents.cu_seq_lens.tolist() == [0, 2, 4, 8]
+
+
+def test_keys_are_read_from_the_first_document_any_row_is_in():
+    cpu = torch.device("cpu")
+    padded = find_documents((2, 4), cpu, attention_mask=torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    assert padded.first_keys == [0, 0, 1, 1]
+    # a document goes on behind padding
+    more = find_documents(
+        (2, 3), cpu, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]), cached=padded
+    )
+    assert more.first_keys == [1, 1, 1]
+    packed = find_documents((1, 6), cpu, position_ids=torch.tensor([[0, 1, 0, 1, 2, 0]]))
+    assert packed.first_keys == [0, 0, 2, 2, 2, 5]

@@ -52,6 +52,18 @@ def test_chunked_equals_recurrent(chunk_size, length, documents):
         assert torch.equal(state.document_B, expected_state.document_B)
 
 
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("rule", [kda_recurrent, kda_chunked])
+def test_no_state_is_a_state_of_zero(rule, documents):
+    ids = split(70) if documents else None
+    zero = start(documents=documents).value_BHKV * 0
+    document = ids[:, 0] if documents else None
+    expected, expected_state = rule(*inputs(70), DeltaState(zero, document), ids)
+    actual, state = rule(*inputs(70), None, ids)
+    assert relative_l2(actual, expected) <= 1e-6
+    assert relative_l2(state.value_BHKV, expected_state.value_BHKV) <= 1e-6
+
+
 @pytest.mark.parametrize("chunk_size", [16, 64])
 def test_the_strongest_decay_stays_in_range(chunk_size):
     q, k, v, log_decay, beta = inputs(100, strong_decay=True)
