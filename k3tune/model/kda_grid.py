@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k3tune.model.documents import Documents
+
 
 @dataclass(frozen=True)
 class ChunkGrid:
@@ -45,35 +47,27 @@ class ChunkGrid:
         return flat.unflatten(0, (batch, -1))
 
 
-def chunk_grid(
-    shape: tuple[int, int], documents_BT: Tensor | None, chunk_size: int, device: torch.device
-) -> ChunkGrid:
+def chunk_grid(documents: Documents, chunk_size: int) -> ChunkGrid:
     """Lay out the documents of a batch.
 
     Args:
-        shape: ``(B, T)``.
-        documents_BT: document number of each token; None when each row is one.
+        documents: of ``B`` rows of ``T`` new tokens; must number them.
         chunk_size: most tokens a chunk; fewer when no document is so long.
-        device: of the result.
     """
-    starts_BT = torch.zeros(shape, dtype=torch.bool, device=device)
-    starts_BT[:, 0] = True
-    if documents_BT is not None:
-        starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    starts = starts_BT.flatten()
-    (begins,) = starts.nonzero(as_tuple=True)
-    lengths = torch.diff(begins, append=begins.new_tensor([starts.numel()]))
+    bounds, last_B = documents.cu_seq_lens, documents.last_of_row_B
+    assert bounds is not None and last_B is not None, "documents without numbers"
+    lengths = bounds.diff()
     chunk_size = min(chunk_size, int(lengths.max()))
     chunks, order = (-(-lengths // chunk_size)).sort(descending=True, stable=True)
+    numbers = torch.arange(len(order), device=order.device)
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=device)
+    rank[order] = numbers
     # documents that reach each step: the counts descend, so it is where a step would be inserted
-    steps = torch.arange(int(chunks[0]), device=device)
+    steps = torch.arange(int(chunks[0]), device=order.device)
     reaching = torch.searchsorted(-chunks, -steps)
     offsets = reaching.cumsum(0) - reaching
-    document = starts.cumsum(0) - 1
-    place = torch.arange(starts.numel(), device=device) - begins[document]
+    document = numbers.repeat_interleave(lengths)
+    place = torch.arange(len(document), device=order.device) - bounds[document]
     slots = (offsets[place // chunk_size] + rank[document]) * chunk_size + place % chunk_size
-    last_B = starts_BT.sum(1).cumsum(0) - 1
-    first_B = document.view(shape)[:, 0]
+    first_B = torch.nn.functional.pad(last_B[:-1] + 1, (1, 0))
     return ChunkGrid(chunk_size, slots, reaching.tolist(), rank[first_B], rank[last_B])
