@@ -11,9 +11,11 @@ from k3tune.doctor.machine import Machine
 from k3tune.doctor.versions import Lookup, installed
 from k3tune_kernels.cpu import build
 
+_AVX512_BF16 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"}
 # What the CPU kernels' code for an instruction set needs, by names of /proc/cpuinfo, best first.
 _INSTRUCTION_SETS: dict[str, set[str]] = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"},
+    "amx_bf16": _AVX512_BF16 | {"amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512_BF16,
     "avx2": {"avx2", "fma"},
     "portable": set(),
 }

@@ -1,7 +1,11 @@
 // What this CPU can do at best, with a number of threads: bytes read from memory, and the
 // multiplications and additions of its best arithmetic from registers, each a second. That is bf16
-// dot products where the CPU has them, else fp32 in 256 bits. Built and called by cpu_ceilings.py.
+// tiles (AMX) or bf16 dot products where the CPU has them, else fp32 in 256 bits. Built and called by
+// cpu_ceilings.py.
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -24,6 +28,14 @@ double seconds(int threads, const Work& work) {
 
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16");
+}
+
+// Linux gives the tiles' registers to processes that ask for them.
+bool has_amx() {
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+    unsigned a, b, c, d;
+    if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    return (d & AMX_BF16) && (d & AMX_TILE) && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 
 __attribute__((target("avx512f"))) int64_t read_all_512(const char* from, int64_t bytes) {
@@ -62,6 +74,27 @@ __attribute__((target("avx512f,avx512bf16"))) float dot_many(int64_t rounds) {
     return _mm512_reduce_add_ps(all);
 }
 
+// 4 x 16,384 operations a round, all of zeros: no sum waits for itself
+__attribute__((target("amx-tile,amx-bf16"))) float multiply_tiles(int64_t rounds) {
+    struct alignas(64) {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
+    } shapes;
+    __asm__ volatile("" : : "r"(&shapes) : "memory");
+    _tile_loadconfig(&shapes);
+    _tile_zero(4);
+    _tile_zero(5);
+    for (int64_t r = 0; r < rounds; r++) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_release();
+    return 0;
+}
+
 // 12 x 16 operations a round
 __attribute__((target("avx2,fma"))) float multiply_add_many(int64_t rounds) {
     __m256 sum[12];
@@ -79,6 +112,7 @@ __attribute__((target("avx2,fma"))) float multiply_add_many(int64_t rounds) {
 
 // The arithmetic that is measured; null where this CPU has neither.
 K3_BENCH const char* arithmetic() {
+    if (has_amx()) return "bf16 tiles";
     if (has_avx512()) return "bf16 dot products";
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     return has_avx2 ? "fp32 multiply-adds" : nullptr;
@@ -93,9 +127,16 @@ K3_BENCH double read_bytes_per_s(const char* from, int64_t bytes, int threads) {
            });
 }
 
-K3_BENCH double flops_per_s(int64_t rounds, int threads) {
+K3_BENCH double flops_per_s(int threads) {
+    struct Loop {
+        float (*run)(int64_t rounds);
+        int64_t rounds;
+        double operations;
+    };
+    const Loop loop = has_amx()      ? Loop{multiply_tiles, 5'000'000, 4.0 * 16384}
+                      : has_avx512() ? Loop{dot_many, 40'000'000, 16.0 * 64}
+                                     : Loop{multiply_add_many, 40'000'000, 12.0 * 16};
     std::vector<float> results(threads);
-    const auto many = has_avx512() ? dot_many : multiply_add_many;
-    const double flops = (has_avx512() ? 16.0 * 64 : 12.0 * 16) * static_cast<double>(rounds);
-    return flops * threads / seconds(threads, [&](int t) { results[t] = many(rounds); });
+    const double operations = loop.operations * static_cast<double>(loop.rounds * threads);
+    return operations / seconds(threads, [&](int t) { results[t] = loop.run(loop.rounds); });
 }

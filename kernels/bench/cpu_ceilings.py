@@ -12,7 +12,6 @@ import torch
 from k3tune_kernels.cpu import build
 
 _READ_BYTES = 512 << 20
-_ROUNDS = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class CpuCeilings:
     Attributes:
         read_bytes: from memory.
         flops: multiplications and additions.
-        arithmetic: what those are of, in words: bf16 dot products, or fp32 where a CPU lacks them.
+        arithmetic: what those are of, in words: bf16 tiles (AMX), or the best this CPU has.
     """
 
     read_bytes: float
@@ -59,7 +58,7 @@ def measure(rounds: int = 7) -> CpuCeilings:
     reads, flops = [], []
     for _ in range(rounds):
         reads.append(library.read_bytes_per_s(address, size, threads))
-        flops.append(library.flops_per_s(ctypes.c_int64(_ROUNDS), threads))
+        flops.append(library.flops_per_s(threads))
     return CpuCeilings(
         statistics.median(reads), statistics.median(flops), library.arithmetic().decode()
     )

@@ -12,6 +12,8 @@ from k3tune.doctor.traps import trap_findings
 from k3tune.doctor.versions import installed, package_findings, python_finding
 from k3tune_kernels.cpu import build
 
+AVX512_BF16 = "avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi"
+
 
 def with_versions(**changed):
     """A lookup of packages as they are installed here, but for some."""
@@ -117,7 +119,8 @@ def test_the_experts_path_on_a_gpu(tmp_path, smi, changed, path, words):
     ("flags", "name"),
     [
         ("fpu avx2 fma", "avx2"),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi", "avx512_bf16"),
+        (f"avx2 fma {AVX512_BF16}", "avx512_bf16"),
+        (f"avx2 fma {AVX512_BF16} amx_bf16 amx_tile", "amx_bf16"),
         ("fpu sse2", "portable"),
     ],
 )

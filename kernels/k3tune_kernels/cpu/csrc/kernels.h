@@ -93,7 +93,8 @@ struct Isa {
 };
 
 // Best first; the last runs everywhere.
-constexpr int NUM_ISAS = 3;
+constexpr int NUM_ISAS = 4;
+extern const Isa AMX_BF16;
 extern const Isa AVX512_BF16;
 extern const Isa AVX2;
 extern const Isa PORTABLE;

@@ -23,7 +23,7 @@ __attribute__((constructor)) void watch_forks() {
 bool forked() { return is_forked; }
 
 const Isa* isa_at(int64_t index) {
-    const Isa* const all[NUM_ISAS] = {&AVX512_BF16, &AVX2, &PORTABLE};
+    const Isa* const all[NUM_ISAS] = {&AMX_BF16, &AVX512_BF16, &AVX2, &PORTABLE};
     return index >= 0 && index < NUM_ISAS ? all[index] : nullptr;
 }
 
