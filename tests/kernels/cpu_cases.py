@@ -1,5 +1,7 @@
 """What the tests of the CPU kernels share: running the op on one instruction set."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
@@ -31,6 +33,20 @@ def forward_cpu(operands: Operands, isa: str | None = None) -> torch.Tensor:
 def run_cpu(operands: Operands, isa: str | None = None) -> dict[str, torch.Tensor]:
     """Output and every gradient on one instruction set, by name."""
     return differentiate(operands, operands.leaves, lambda: forward_cpu(operands, isa))
+
+
+def assert_threads_change_no_bit(run: Callable[[], Sequence[torch.Tensor]]) -> None:
+    """What ``run`` returns, from one seed, is equal on one thread, two and three."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            torch.manual_seed(1)
+            results.append(run())
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 def error(

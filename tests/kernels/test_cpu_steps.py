@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from closeness import assert_close
-from cpu_cases import ISAS, needs_library
+from cpu_cases import ISAS, assert_threads_change_no_bit, needs_library
 from k3tune_kernels import dispatch
 from k3tune_kernels.attention_residual import attention_residual
 from k3tune_kernels.attention_residual import cpu_kernels as cpu_mixer
@@ -25,13 +25,25 @@ def wide(values):
     return [v.double() if isinstance(v, torch.Tensor) else v for v in values]
 
 
-@ON_EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 5, 16), (3, 64, 192), (9, 7, 63), (12, 3, 1000), (2, 0, 32)])
-def test_the_mix_its_weights_and_root_mean_squares(isa, dtype, shape):
+ON_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+ON_MIXES = pytest.mark.parametrize(
+    "shape", [(1, 5, 16), (3, 64, 192), (9, 7, 63), (12, 3, 1000), (2, 0, 32)]
+)
+
+
+def mix_operands(shape, dtype):
+    """Sources of growing size, and a norm and a query that give scores of about 2."""
     num_sources, *rest = shape
     sources = [(torch.randn(rest) * (1 + i)).to(dtype) for i in range(num_sources)]
     norm, query = 1 + 0.3 * torch.randn(rest[-1]), 2 * torch.randn(rest[-1]) / rest[-1] ** 0.5
+    return sources, norm, query
+
+
+@ON_EACH
+@ON_DTYPES
+@ON_MIXES
+def test_the_mix_its_weights_and_root_mean_squares(isa, dtype, shape):
+    sources, norm, query = mix_operands(shape, dtype)
     actual = cpu_mixer.forward(sources, norm, query, 1e-5, isa=isa)
     expected = mixer.forward(wide(sources), norm.double(), query.double(), 1e-5)
     bound = 1e-6 if dtype is torch.float32 else 4e-3
@@ -39,6 +51,39 @@ def test_the_mix_its_weights_and_root_mean_squares(isa, dtype, shape):
     assert_close("mix", actual[0], expected[0], max_rel=bound, rms_rel=bound)
     for name, one, other in zip(("weights", "rms"), actual[1:], expected[1:], strict=True):
         assert_close(name, one, other, max_rel=2e-6, rms_rel=1e-6)
+
+
+@ON_EACH
+@ON_DTYPES
+@ON_MIXES
+@pytest.mark.parametrize("sum_weights", [True, False])
+def test_gradients_of_the_mix(isa, dtype, shape, sum_weights):
+    sources, norm, query = mix_operands(shape, dtype)
+    exact = wide(sources), norm.double(), query.double()
+    _, *kept = mixer.forward(*exact, 1e-5)
+    grad = torch.randn(shape[1:]).to(dtype)
+    narrow = [value.float() for value in kept]
+    options = {"sum_weights": sum_weights}
+    actual, d_query = cpu_mixer.backward(grad, sources, norm, query, *narrow, **options, isa=isa)
+    expected, wanted = mixer.backward(grad.double(), *exact, *kept, **options)
+    bound = 2e-6 if dtype is torch.float32 else 4e-3
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype
+        assert_close("d_source", one, other, max_rel=bound, rms_rel=bound)
+    # one source: the weight is 1 whatever its score
+    if sum_weights and shape[0] > 1:
+        assert_close("d_query", d_query, wanted, max_rel=2e-6, rms_rel=2e-6)
+    assert (d_query is None) != sum_weights
+
+
+def test_strided_operands_of_the_mix_equal_their_copies():
+    sources, norm, query = mix_operands((3, 5, 40), torch.float32)
+    kept, grad = cpu_mixer.forward(sources, norm, query, 1e-5)[1:], torch.randn(5, 40)
+    plain = cpu_mixer.backward(grad, sources, norm, query, *kept, sum_weights=True)
+    strided = [x.T.contiguous().T for x in (grad, *sources)]
+    other = cpu_mixer.backward(strided[0], strided[1:], norm, query, *kept, sum_weights=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], other[0], strict=True))
+    assert torch.equal(plain[1], other[1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -133,17 +178,15 @@ def test_no_rows_are_no_problem():
 
 
 def test_the_number_of_threads_changes_no_bit():
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            torch.manual_seed(1)
-            inputs, constants, window, state = step_operands(70, 4, 32)
-            results.append((kda_step(inputs, constants, window, state), window, state))
-    finally:
-        torch.set_num_threads(before)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    def run():
+        inputs, constants, window, state = step_operands(70, 4, 32)
+        sources, *weights = mix_operands((3, 700, 64), torch.float32)
+        leaves = [x.requires_grad_() for x in (*sources, *weights)]
+        mix = attention_residual(leaves[:3], *leaves[3:], eps=1e-5, backend="cpu")
+        gradients = torch.autograd.grad(mix, leaves, torch.randn(700, 64))
+        return kda_step(inputs, constants, window, state), window, state, mix, *gradients
+
+    assert_threads_change_no_bit(run)
 
 
 def test_other_widths_and_dtypes_of_the_step_are_the_references():

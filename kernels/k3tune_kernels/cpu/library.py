@@ -84,6 +84,7 @@ class Mix(ctypes.Structure):
         *((name, _INT) for name in ("tokens", "num_sources", "dim", "dtype", "threads", "isa")),
         ("eps", ctypes.c_double),
         *((name, _POINTER) for name in ("sources", "query", "out", "weights", "inverse_rms")),
+        *((name, _POINTER) for name in ("grad", "d_sources", "d_query")),
     )
 
 
@@ -126,6 +127,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "k3_moe_forward": (_INT, [_POINTER]),
     "k3_moe_backward": (_INT, [_POINTER]),
     "k3_mix": (_INT, [_POINTER]),
+    "k3_mix_backward": (_INT, [_POINTER]),
     "k3_kda_step": (_INT, [_POINTER]),
     "k3_latent_attention": (_INT, [_POINTER]),
     "k3_situ_glu": (_INT, [_POINTER]),

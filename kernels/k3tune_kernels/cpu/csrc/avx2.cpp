@@ -25,6 +25,7 @@ namespace avx2 {
 #include "lanes.inc"
 #include "products.inc"
 #include "row_kernels.inc"
+#include "residual_mixer.inc"
 #include "step_kernels.inc"
 }  // namespace avx2
 }  // namespace k3

@@ -36,6 +36,7 @@ namespace avx512 {
 #include "lanes.inc"
 #include "products.inc"
 #include "row_kernels.inc"
+#include "residual_mixer.inc"
 #include "step_kernels.inc"
 #include "bf16_decode.inc"
 #include "bf16_few_rows.inc"

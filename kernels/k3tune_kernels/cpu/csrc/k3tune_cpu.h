@@ -58,16 +58,20 @@ struct K3Moe {
 K3_EXPORT int64_t k3_moe_forward(const K3Moe* call);
 K3_EXPORT int64_t k3_moe_backward(const K3Moe* call);
 
-// The residual mixer's forward: out[n] = sum_s softmax_s(query . x_s / rms(x_s)) x_s.
+// The residual mixer: out[n] = sum_s softmax_s(query . x_s / rms(x_s)) x_s. Its backward pass reads
+// the weights and inverse_rms that the forward pass wrote.
 struct K3Mix {
     int64_t tokens, num_sources, dim;
     int64_t dtype, threads, isa;
     double eps;
     const void* const* sources;  // [S] of [N, D]
     const float* query;          // [D], the norm's weight in it
-    void* out;                   // [N, D]
+    void* out;                   // forward: [N, D]
     float* weights;              // [N, S]
     float* inverse_rms;          // [N, S]
+    const void* grad;            // backward: [N, D]
+    void* const* d_sources;      // [S] of [N, D]
+    float* d_query;              // [D], or null
 };
 
 // One token of every row through KDA, between its projections; fp32, head_dim a multiple of 16.
@@ -117,6 +121,7 @@ struct K3LatentAttention {
 
 K3_EXPORT int64_t k3_latent_attention(const K3LatentAttention* call);
 K3_EXPORT int64_t k3_mix(const K3Mix* call);
+K3_EXPORT int64_t k3_mix_backward(const K3Mix* call);
 K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call);
 K3_EXPORT int64_t k3_situ_glu(const K3SituGlu* call);
 

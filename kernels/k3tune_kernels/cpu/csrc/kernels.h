@@ -79,6 +79,8 @@ struct Kernels {
 struct StepKernels {
     void (*mix_float32)(const K3Mix& call, int64_t token);
     void (*mix_bf16)(const K3Mix& call, int64_t token);
+    void (*mix_back_float32)(const K3Mix& call, int64_t token, float* products, float* d_query);
+    void (*mix_back_bf16)(const K3Mix& call, int64_t token, float* products, float* d_query);
     void (*kda_step)(const K3KdaStep& call, int64_t row, float* scratch);
     // scores holds a value for each head and place.
     void (*latent_attention)(const K3LatentAttention& call, int64_t row, float* scores);

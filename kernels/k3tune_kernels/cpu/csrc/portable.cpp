@@ -18,6 +18,7 @@ namespace portable {
 #include "lanes.inc"
 #include "products.inc"
 #include "row_kernels.inc"
+#include "residual_mixer.inc"
 #include "step_kernels.inc"
 
 static bool runs_here() { return true; }

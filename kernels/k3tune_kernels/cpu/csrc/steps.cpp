@@ -3,6 +3,7 @@
 #include <new>
 
 #include "moe.h"
+#include "token_sums.h"
 
 namespace k3 {
 namespace {
@@ -30,6 +31,27 @@ K3_EXPORT int64_t k3_mix(const K3Mix* call) {
         const int64_t last = std::min((task + 1) * TOKENS, call->tokens);
         for (int64_t token = task * TOKENS; token < last; token++) mix(*call, token);
     });
+    return K3_OK;
+}
+
+K3_EXPORT int64_t k3_mix_backward(const K3Mix* call) {
+    const k3::Isa* isa = k3::choose_isa(call->isa);
+    if (isa == nullptr) return K3_NO_SUCH_ISA;
+    const auto back =
+        call->dtype == K3_BFLOAT16 ? isa->steps->mix_back_bf16 : isa->steps->mix_back_float32;
+    const int64_t products = 2 * call->num_sources;
+    const k3::Team team(
+        k3::useful_threads(call->threads, call->tokens * call->dim * call->num_sources));
+    try {
+        const k3::Buffer<float> scratch(team.threads() * products);
+        k3::run_with_sums(team, call->tokens, call->dim, call->d_query,
+                          [&](int64_t first, int64_t last, int64_t thread, float* d_query) {
+                              for (int64_t token = first; token < last; token++)
+                                  back(*call, token, scratch.data() + thread * products, d_query);
+                          });
+    } catch (const std::bad_alloc&) {
+        return K3_OUT_OF_MEMORY;
+    }
     return K3_OK;
 }
 
