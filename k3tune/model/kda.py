@@ -11,7 +11,13 @@ from k3tune.model.cache import KDACacheLayer
 from k3tune.model.documents import Documents
 from k3tune.model.kda_fla import fla_accepts, kda_fla
 from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
-from k3tune.model.layers import KeepsDtype, ShortConvolution, widen, without_autocast
+from k3tune.model.layers import (
+    KeepsDtype,
+    ShortConvolution,
+    widen,
+    without_autocast,
+    without_triton,
+)
 from k3tune.model.rows import KDARows
 from k3tune.published.architecture import Architecture
 from k3tune_kernels.kda_step import KdaConstants, KdaInputs, kda_step
@@ -51,9 +57,9 @@ class KimiDeltaAttention(KeepsDtype):
         self.q_proj = nn.Linear(hidden_size, width, bias=False)
         self.k_proj = nn.Linear(hidden_size, width, bias=False)
         self.v_proj = nn.Linear(hidden_size, width, bias=False)
-        self.q_conv1d = ShortConvolution(width, architecture.kda_conv_size)
-        self.k_conv1d = ShortConvolution(width, architecture.kda_conv_size)
-        self.v_conv1d = ShortConvolution(width, architecture.kda_conv_size)
+        self.q_conv1d = ShortConvolution(width, architecture.kda_conv_size, kernels)
+        self.k_conv1d = ShortConvolution(width, architecture.kda_conv_size, kernels)
+        self.v_conv1d = ShortConvolution(width, architecture.kda_conv_size, kernels)
         self.f_a_proj = nn.Linear(hidden_size, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_heads, bias=False)
@@ -110,8 +116,7 @@ class KimiDeltaAttention(KeepsDtype):
             self.b_proj(x_BD),
             self.g_proj(x_BD),
         )
-        # there is no Triton kernel to insist on
-        backend = "reference" if self.kernels == "reference" else "auto"
+        backend = without_triton(self.kernels)
         gated = kda_step(inputs, rows.derived, rows.inputs_BPC, rows.state_BHKV, backend=backend)
         return gated[:, None]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from k3tune.published.architecture import Architecture
 from k3tune_kernels.attention_residual import attention_residual
+from k3tune_kernels.short_convolution import short_convolution
 from k3tune_kernels.situ_glu import situ_glu
 
 _NOTHING = nullcontext()
@@ -28,6 +28,11 @@ def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     device = x.device.type
     # entered many times a token: where there is nothing to switch off it costs nothing
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+def without_triton(kernels: str) -> str:
+    """The backend of an op that has no Triton kernel to insist on."""
+    return "reference" if kernels == "reference" else "auto"
 
 
 class KeepsDtype(nn.Module):
@@ -122,9 +127,10 @@ class ShortConvolution(KeepsDtype):
 
     kept_parameters = ("weight",)
 
-    def __init__(self, channels: int, size: int) -> None:
+    def __init__(self, channels: int, size: int, kernels: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, size, dtype=torch.float32))
+        self.backend = without_triton(kernels)
 
     @property
     def context(self) -> int:
@@ -143,10 +149,4 @@ class ShortConvolution(KeepsDtype):
         Returns:
             ``[B, T, C]`` in the dtype of ``x_BTC``.
         """
-        padded = torch.cat([past_BPC, x_BTC], dim=1)
-        length, weight = x_BTC.shape[1], self.weight[:, 0]
-        total = widen(x_BTC) * weight[:, -1]
-        for back in range(self.context):
-            term = widen(padded[:, back : back + length]) * weight[:, back]
-            total = total + (term if reach_BTP is None else term * reach_BTP[:, :, back, None])
-        return F.silu(total).to(x_BTC.dtype)
+        return short_convolution(x_BTC, past_BPC, self.weight, reach_BTP, backend=self.backend)

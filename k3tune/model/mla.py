@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from k3tune.model.cache import MLACacheLayer
 from k3tune.model.documents import Documents
-from k3tune.model.layers import RMSNorm, widen, without_autocast
+from k3tune.model.layers import RMSNorm, widen, without_autocast, without_triton
 from k3tune.model.rows import MLARows
 from k3tune.published.architecture import Architecture
 from k3tune_kernels.latent_attention import latent_attention
@@ -88,8 +88,7 @@ class GatedMLA(nn.Module):
                 last_place_B,
                 value_width=self.kv_lora_rank,
                 scale=(self.nope_dim + self.rope_dim) ** -0.5,
-                # there is no Triton kernel to insist on
-                backend="reference" if self.kernels == "reference" else "auto",
+                backend=without_triton(self.kernels),
             )
             attended = (summed_BHL.transpose(0, 1) @ value_HLV).transpose(0, 1)
         return attended[:, :, None].to(q_BH1K.dtype)

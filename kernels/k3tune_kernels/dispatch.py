@@ -28,6 +28,7 @@ CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "moe_lora": (torch.bfloat16, torch.float32),
     "situ_glu": (torch.float32,),
     "attention_residual": (torch.bfloat16, torch.float32),
+    "short_convolution": (torch.bfloat16, torch.float32),
     "kda_step": (torch.float32,),
     "latent_attention": (torch.float32,),
 }
@@ -37,6 +38,7 @@ CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 _CPU_WHERE_POSSIBLE = (
     "situ_glu",
     "attention_residual",
+    "short_convolution",
     "kda_step",
     "latent_attention",
 )

@@ -88,6 +88,16 @@ class Mix(ctypes.Structure):
     )
 
 
+class ShortConvolution(ctypes.Structure):
+    """``K3ShortConvolution`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("rows", "tokens", "channels", "dtype", "threads", "isa")),
+        *((name, _POINTER) for name in ("x", "past", "taps", "reach", "out")),
+        *((name, _POINTER) for name in ("grad", "dx", "d_past", "d_taps")),
+    )
+
+
 class KdaStep(ctypes.Structure):
     """``K3KdaStep`` of csrc/k3tune_cpu.h."""
 
@@ -128,6 +138,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "k3_moe_backward": (_INT, [_POINTER]),
     "k3_mix": (_INT, [_POINTER]),
     "k3_mix_backward": (_INT, [_POINTER]),
+    "k3_short_convolution": (_INT, [_POINTER]),
+    "k3_short_convolution_backward": (_INT, [_POINTER]),
     "k3_kda_step": (_INT, [_POINTER]),
     "k3_latent_attention": (_INT, [_POINTER]),
     "k3_situ_glu": (_INT, [_POINTER]),

@@ -74,6 +74,23 @@ struct K3Mix {
     float* d_query;              // [D], or null
 };
 
+constexpr int64_t K3_CONVOLUTION_TAPS = 4;
+
+// Depthwise causal convolution and SiLU of B rows of T tokens.
+struct K3ShortConvolution {
+    int64_t rows, tokens, channels;
+    int64_t dtype, threads, isa;
+    const void* x;         // [B, T, C]
+    const void* past;      // [B, taps - 1, C], the inputs before them
+    const float* taps;     // [taps, C], the newest input's last
+    const uint8_t* reach;  // [B, T, taps - 1], oldest input first: 0 is not read; null: all are
+    void* out;             // forward: [B, T, C]
+    const void* grad;      // backward: [B, T, C]
+    void* dx;              // [B, T, C]
+    void* d_past;          // [B, taps - 1, C], or null
+    float* d_taps;         // [taps, C], or null
+};
+
 // One token of every row through KDA, between its projections; fp32, head_dim a multiple of 16.
 // W = heads * head_dim.
 struct K3KdaStep {
@@ -122,6 +139,8 @@ struct K3LatentAttention {
 K3_EXPORT int64_t k3_latent_attention(const K3LatentAttention* call);
 K3_EXPORT int64_t k3_mix(const K3Mix* call);
 K3_EXPORT int64_t k3_mix_backward(const K3Mix* call);
+K3_EXPORT int64_t k3_short_convolution(const K3ShortConvolution* call);
+K3_EXPORT int64_t k3_short_convolution_backward(const K3ShortConvolution* call);
 K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call);
 K3_EXPORT int64_t k3_situ_glu(const K3SituGlu* call);
 

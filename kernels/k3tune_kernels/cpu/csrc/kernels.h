@@ -75,12 +75,24 @@ struct Kernels {
     size_t (*scratch_bytes)(int64_t rank);
 };
 
+// Channels of a row that a task of the short convolution takes.
+constexpr int64_t CONVOLUTION_CHANNELS = 256;
+
 // One token, or one row, of the calls of k3tune_cpu.h.
 struct StepKernels {
     void (*mix_float32)(const K3Mix& call, int64_t token);
     void (*mix_bf16)(const K3Mix& call, int64_t token);
     void (*mix_back_float32)(const K3Mix& call, int64_t token, float* products, float* d_query);
     void (*mix_back_bf16)(const K3Mix& call, int64_t token, float* products, float* d_query);
+    // `count` channels of a row from `channel` on; d_taps begins there and has rows of all channels.
+    void (*short_convolution_float32)(const K3ShortConvolution& call, int64_t row, int64_t channel,
+                                      int64_t count);
+    void (*short_convolution_bf16)(const K3ShortConvolution& call, int64_t row, int64_t channel,
+                                   int64_t count);
+    void (*short_convolution_back_float32)(const K3ShortConvolution& call, int64_t row,
+                                           int64_t channel, int64_t count, float* d_taps);
+    void (*short_convolution_back_bf16)(const K3ShortConvolution& call, int64_t row,
+                                        int64_t channel, int64_t count, float* d_taps);
     void (*kda_step)(const K3KdaStep& call, int64_t row, float* scratch);
     // scores holds a value for each head and place.
     void (*latent_attention)(const K3LatentAttention& call, int64_t row, float* scores);

@@ -8,14 +8,8 @@
 namespace k3 {
 namespace {
 
-// Values below which another thread costs more than it saves.
-constexpr int64_t VALUES_PER_THREAD = 1 << 15;
-// Multiplications, likewise.
+// Multiplications below which another thread costs more than it saves.
 constexpr int64_t PRODUCTS_PER_THREAD = 1 << 18;
-
-int64_t useful_threads(int64_t threads, int64_t values) {
-    return std::min(threads, 1 + values / VALUES_PER_THREAD);
-}
 
 }  // namespace
 }  // namespace k3

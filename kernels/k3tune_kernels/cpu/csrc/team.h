@@ -16,6 +16,13 @@ namespace k3 {
 // not survive the fork, and a parallel region would wait for them for ever.
 bool forked();
 
+// Threads worth their start for steps over so many values.
+inline int64_t useful_threads(int64_t threads, int64_t values) {
+    constexpr int64_t VALUES_PER_THREAD = 1 << 15;
+    const int64_t useful = 1 + values / VALUES_PER_THREAD;
+    return threads < useful ? threads : useful;
+}
+
 class Team {
    public:
     // A second call at the same time (from another Python thread) gets one thread.
