@@ -55,6 +55,7 @@ PUBLIC = {
     "k3tune_kernels.moe_lora": ["LoraFactors", "MoELora", "PackedWeight", "Situ", "moe_lora"],
     "k3tune_kernels.mxfp8": ["GROUP_SIZE", "decode", "encode", "round_mxfp8"],
     "k3tune_kernels.mxfp4": ["GROUP_SIZE", "decode", "encode"],
+    "k3tune_kernels.rms_norm": ["gated_rms_norm", "rms_norm"],
     "k3tune_kernels.short_convolution": ["short_convolution"],
     "k3tune_kernels.situ_glu": ["situ_glu"],
 }

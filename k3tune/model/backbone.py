@@ -101,9 +101,11 @@ class K3Model(K3PreTrainedModel):
             )
             for layer in range(architecture.num_hidden_layers)
         )
-        self.output_attn_res_norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
+        self.output_attn_res_norm = RMSNorm(
+            architecture.hidden_size, architecture.rms_norm_eps, kernels
+        )
         self.output_attn_res_proj = ResidualQuery(architecture.hidden_size)
-        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
+        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
         self.post_init()
 
     @can_return_tuple

@@ -38,16 +38,16 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         size, eps = architecture.hidden_size, architecture.rms_norm_eps
         self.starts_block = layer % architecture.attn_res_block_size == 0
         self.kernels = kernels
-        self.self_attention_res_norm = RMSNorm(size, eps)
+        self.self_attention_res_norm = RMSNorm(size, eps, kernels)
         self.self_attention_res_proj = ResidualQuery(size)
-        self.input_layernorm = RMSNorm(size, eps)
+        self.input_layernorm = RMSNorm(size, eps, kernels)
         if architecture.is_mla(layer):
             self.self_attn: nn.Module = GatedMLA(architecture, kernels)
         else:
             self.self_attn = KimiDeltaAttention(architecture, kernels)
-        self.mlp_res_norm = RMSNorm(size, eps)
+        self.mlp_res_norm = RMSNorm(size, eps, kernels)
         self.mlp_res_proj = ResidualQuery(size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps, kernels)
         # published under two names: dense layers have an mlp, the others a block_sparse_moe
         if architecture.is_moe(layer):
             self.block_sparse_moe = LatentMoE(architecture, local_experts, kernels)

@@ -21,6 +21,7 @@ from k3tune.model.layers import (
 from k3tune.model.rows import KDARows
 from k3tune.published.architecture import Architecture
 from k3tune_kernels.kda_step import KdaConstants, KdaInputs, kda_step
+from k3tune_kernels.rms_norm import gated_rms_norm
 
 # The released model normalises queries and keys by sqrt(sum(x^2) + 1e-6).
 _L2_EPS = 1e-6
@@ -31,16 +32,15 @@ class GatedHeadNorm(KeepsDtype):
 
     kept_parameters = ("weight",)
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, kernels: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.eps = eps
+        self.backend = without_triton(kernels)
 
     def forward(self, x_BTHK: Tensor, gate_BTHK: Tensor) -> Tensor:
         """``[B, T, H, K]``, in the dtype of the gate."""
-        wide = widen(x_BTHK)
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normalised * self.weight * widen(gate_BTHK).sigmoid()).to(gate_BTHK.dtype)
+        return gated_rms_norm(x_BTHK, self.weight, gate_BTHK, eps=self.eps, backend=self.backend)
 
 
 class KimiDeltaAttention(KeepsDtype):
@@ -66,7 +66,7 @@ class KimiDeltaAttention(KeepsDtype):
         self.g_proj = nn.Linear(hidden_size, width, bias=False)
         self.A_log = nn.Parameter(torch.zeros(self.num_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.zeros(width, dtype=torch.float32))
-        self.o_norm = GatedHeadNorm(self.head_dim, architecture.rms_norm_eps)
+        self.o_norm = GatedHeadNorm(self.head_dim, architecture.rms_norm_eps, kernels)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(

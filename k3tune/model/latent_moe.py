@@ -143,7 +143,7 @@ class LatentMoE(nn.Module):
         self.gate = Router(architecture)
         self.routed_expert_down_proj = nn.Linear(hidden_size, latent, bias=False)
         self.experts = RoutedExperts(architecture, local_experts, kernels)
-        self.routed_expert_norm = RMSNorm(latent, architecture.rms_norm_eps)
+        self.routed_expert_norm = RMSNorm(latent, architecture.rms_norm_eps, kernels)
         self.routed_expert_up_proj = nn.Linear(latent, hidden_size, bias=False)
         self.shared_experts = SituMLP(architecture, architecture.shared_intermediate_size, kernels)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from k3tune.published.architecture import Architecture
 from k3tune_kernels.attention_residual import attention_residual
+from k3tune_kernels.rms_norm import rms_norm
 from k3tune_kernels.short_convolution import short_convolution
 from k3tune_kernels.situ_glu import situ_glu
 
@@ -59,16 +60,15 @@ class KeepsDtype(nn.Module):
 class RMSNorm(nn.Module):
     """``weight * cast(x / sqrt(mean(x^2) + eps))``: normalised in fp32, rounded, then weighted."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, kernels: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.backend = without_triton(kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension; shape and dtype are kept."""
-        wide = widen(x)
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normalised.to(x.dtype)
+        return rms_norm(x, self.weight, eps=self.eps, backend=self.backend)
 
 
 class SituMLP(nn.Module):

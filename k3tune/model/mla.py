@@ -35,14 +35,14 @@ class GatedMLA(nn.Module):
         self.v_head_dim = architecture.v_head_dim
         eps = architecture.mla_norm_eps
         self.q_a_proj = nn.Linear(hidden_size, architecture.q_lora_rank, bias=False)
-        self.q_a_layernorm = RMSNorm(architecture.q_lora_rank, eps)
+        self.q_a_layernorm = RMSNorm(architecture.q_lora_rank, eps, kernels)
         self.q_b_proj = nn.Linear(
             architecture.q_lora_rank, heads * architecture.qk_head_dim, bias=False
         )
         self.kv_a_proj_with_mqa = nn.Linear(
             hidden_size, self.kv_lora_rank + self.rope_dim, bias=False
         )
-        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, eps)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, eps, kernels)
         self.kv_b_proj = nn.Linear(
             self.kv_lora_rank, heads * (self.nope_dim + self.v_head_dim), bias=False
         )

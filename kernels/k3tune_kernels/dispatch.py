@@ -28,6 +28,8 @@ CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "moe_lora": (torch.bfloat16, torch.float32),
     "situ_glu": (torch.float32,),
     "attention_residual": (torch.bfloat16, torch.float32),
+    "rms_norm": (torch.bfloat16, torch.float32),
+    "gated_rms_norm": (torch.float32,),
     "short_convolution": (torch.bfloat16, torch.float32),
     "kda_step": (torch.float32,),
     "latent_attention": (torch.float32,),
@@ -38,6 +40,8 @@ CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 _CPU_WHERE_POSSIBLE = (
     "situ_glu",
     "attention_residual",
+    "rms_norm",
+    "gated_rms_norm",
     "short_convolution",
     "kda_step",
     "latent_attention",

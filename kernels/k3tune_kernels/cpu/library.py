@@ -88,6 +88,17 @@ class Mix(ctypes.Structure):
     )
 
 
+class RmsNorm(ctypes.Structure):
+    """``K3RmsNorm`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("tokens", "dim", "dtype", "threads", "isa")),
+        ("eps", ctypes.c_double),
+        *((name, _POINTER) for name in ("x", "weight", "gate", "out")),
+        *((name, _POINTER) for name in ("grad", "dx", "d_weight", "d_gate")),
+    )
+
+
 class ShortConvolution(ctypes.Structure):
     """``K3ShortConvolution`` of csrc/k3tune_cpu.h."""
 
@@ -138,6 +149,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "k3_moe_backward": (_INT, [_POINTER]),
     "k3_mix": (_INT, [_POINTER]),
     "k3_mix_backward": (_INT, [_POINTER]),
+    "k3_rms_norm": (_INT, [_POINTER]),
+    "k3_rms_norm_backward": (_INT, [_POINTER]),
     "k3_short_convolution": (_INT, [_POINTER]),
     "k3_short_convolution_backward": (_INT, [_POINTER]),
     "k3_kda_step": (_INT, [_POINTER]),

@@ -26,6 +26,7 @@ namespace avx2 {
 #include "products.inc"
 #include "row_kernels.inc"
 #include "residual_mixer.inc"
+#include "rms_norm.inc"
 #include "short_convolution.inc"
 #include "step_kernels.inc"
 }  // namespace avx2

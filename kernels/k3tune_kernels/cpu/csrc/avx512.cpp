@@ -37,6 +37,7 @@ namespace avx512 {
 #include "products.inc"
 #include "row_kernels.inc"
 #include "residual_mixer.inc"
+#include "rms_norm.inc"
 #include "short_convolution.inc"
 #include "step_kernels.inc"
 #include "bf16_decode.inc"

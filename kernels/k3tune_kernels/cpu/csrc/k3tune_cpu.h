@@ -91,6 +91,21 @@ struct K3ShortConvolution {
     float* d_taps;         // [taps, C], or null
 };
 
+// out = weight * (x / rms(x), rounded to its dtype) * sigmoid(gate).
+struct K3RmsNorm {
+    int64_t tokens, dim;
+    int64_t dtype, threads, isa;
+    double eps;
+    const void* x;       // [N, D]
+    const void* weight;  // [D] in the dtype of x
+    const float* gate;   // [N, D], or null: no such factor
+    void* out;           // forward: [N, D]
+    const void* grad;    // backward: [N, D]
+    void* dx;            // [N, D]
+    float* d_weight;     // [D], or null
+    float* d_gate;       // [N, D], read with a gate only
+};
+
 // One token of every row through KDA, between its projections; fp32, head_dim a multiple of 16.
 // W = heads * head_dim.
 struct K3KdaStep {
@@ -139,6 +154,8 @@ struct K3LatentAttention {
 K3_EXPORT int64_t k3_latent_attention(const K3LatentAttention* call);
 K3_EXPORT int64_t k3_mix(const K3Mix* call);
 K3_EXPORT int64_t k3_mix_backward(const K3Mix* call);
+K3_EXPORT int64_t k3_rms_norm(const K3RmsNorm* call);
+K3_EXPORT int64_t k3_rms_norm_backward(const K3RmsNorm* call);
 K3_EXPORT int64_t k3_short_convolution(const K3ShortConvolution* call);
 K3_EXPORT int64_t k3_short_convolution_backward(const K3ShortConvolution* call);
 K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call);

@@ -84,6 +84,10 @@ struct StepKernels {
     void (*mix_bf16)(const K3Mix& call, int64_t token);
     void (*mix_back_float32)(const K3Mix& call, int64_t token, float* products, float* d_query);
     void (*mix_back_bf16)(const K3Mix& call, int64_t token, float* products, float* d_query);
+    void (*rms_norm_float32)(const K3RmsNorm& call, int64_t token);
+    void (*rms_norm_bf16)(const K3RmsNorm& call, int64_t token);
+    void (*rms_norm_back_float32)(const K3RmsNorm& call, int64_t token, float* d_weight);
+    void (*rms_norm_back_bf16)(const K3RmsNorm& call, int64_t token, float* d_weight);
     // `count` channels of a row from `channel` on; d_taps begins there and has rows of all channels.
     void (*short_convolution_float32)(const K3ShortConvolution& call, int64_t row, int64_t channel,
                                       int64_t count);

@@ -19,6 +19,7 @@ namespace portable {
 #include "products.inc"
 #include "row_kernels.inc"
 #include "residual_mixer.inc"
+#include "rms_norm.inc"
 #include "short_convolution.inc"
 #include "step_kernels.inc"
 
