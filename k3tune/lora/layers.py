@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from k3tune.errors import AdapterError
+from k3tune.lora.frozen_linear import FrozenLinearWithLora, add_update
 from k3tune.lora.keys import Slot
 from k3tune.lora.spec import FORMS, INITS, lora_scaling
 from k3tune.model.latent_moe import PackedProjection
@@ -230,21 +231,35 @@ class LoraLinear(AdapterLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``, in the dtype the base answers in."""
-        y = self.base_layer(x)
         name = self.applied_adapter()
         if name is None:
-            return y
+            return self.base_layer(x)
         A: Tensor = self.factor(name, "A")
         B: Tensor = self.factor(name, "B")
         dropout = self.dropout[name] if self.training else 0.0
+        if not dropout and torch.is_grad_enabled() and self._sums_in_place(x, A):
+            return FrozenLinearWithLora.apply(x, A, B, self.base_layer, self.scaling[name])
+        y = self.base_layer(x)
         if not (torch.is_grad_enabled() or dropout) and y.dtype == A.dtype:
             # decoding is many small products: y is nobody else's, and each call counts
-            narrow = F.linear(x.reshape(-1, x.shape[-1]).to(y.dtype), A)
-            return y.view(-1, len(B)).addmm_(narrow, B.t(), alpha=self.scaling[name]).view_as(y)
+            add_update(y, x.to(y.dtype), A, B, self.scaling[name])
+            return y
         x = F.dropout(x, dropout, self.training).to(y.dtype)
         with without_autocast(x):
             A, B = A.to(y.dtype), B.to(y.dtype)
             return y + F.linear(F.linear(x, A) * self.scaling[name], B)
+
+    def _sums_in_place(self, x: Tensor, A: Tensor) -> bool:
+        """Whether a training step may take the shorter way: one dtype, a frozen base, a CPU."""
+        base = self.base_layer
+        return (
+            x.is_cpu
+            and not torch.is_autocast_enabled("cpu")
+            and type(base) is nn.Linear
+            and base.bias is None
+            and not base.weight.requires_grad
+            and x.dtype == base.weight.dtype == A.dtype
+        )
 
 
 class LoraPackedProjection(AdapterLayer):
