@@ -120,7 +120,14 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
 
-PARTS = ("products", "moe_lora", "steps", "decoding")
+PARTS = (
+    "cpu_products",
+    "cpu_moe_lora",
+    "cpu_steps",
+    "cpu_decoding",
+    "short_convolution",
+    "rms_norm",
+)
 
 
 @pytest.mark.slow
@@ -140,7 +147,7 @@ def test_no_sanitizer_finds_anything(tmp_path, repository, monkeypatch):
     result = subprocess.run(
         [
             *(sys.executable, "-c", SANITIZED, str(sanitized)),
-            *(str(tests / f"test_cpu_{part}.py") for part in PARTS),
+            *(str(tests / f"test_{part}.py") for part in PARTS),
             *("-k", "not waves"),
         ],
         cwd=repository,
