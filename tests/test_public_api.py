@@ -49,6 +49,7 @@ PUBLIC = {
         "run_recipe",
     ],
     "k3tune_kernels.attention_residual": ["attention_residual"],
+    "k3tune_kernels.kda_rule": ["kda_rule"],
     "k3tune_kernels.kda_step": ["KdaConstants", "KdaInputs", "kda_step"],
     "k3tune_kernels.latent_attention": ["latent_attention"],
     "k3tune_kernels.linear_cross_entropy": ["linear_cross_entropy"],

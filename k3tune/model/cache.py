@@ -4,21 +4,41 @@ A KDA layer keeps its state and the last inputs of its convolutions: constant in
 layer keeps the normalised latent and the shared key part, ``kv_lora_rank + qk_rope_head_dim``
 values a token, and expands them when it attends.
 
-Shape letters: ``B`` batch, ``S`` cached tokens, ``P`` earlier convolution inputs, ``C`` channels.
+Shape letters: ``B`` batch, ``T`` new tokens, ``S`` cached tokens, ``P`` earlier convolution inputs,
+``C`` channels, ``H`` heads, ``K`` / ``V`` key / value head width.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from k3tune.model.documents import Documents
-from k3tune.model.kda_rule import DeltaState
 from k3tune.published.architecture import Architecture
 
 RowPick = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """What KDA's rule carries from one token to the next.
+
+    Attributes:
+        value_BHKV: the state ``S``.
+        document_B: number of the document it belongs to; None when each row is one document.
+    """
+
+    value_BHKV: Tensor
+    document_B: Tensor | None = None
+
+    def entering(self, ids_BT: Tensor | None) -> Tensor:
+        """The state before tokens of these documents: zero in rows that begin with another one."""
+        if ids_BT is None:
+            return self.value_BHKV
+        document_B = 0 if self.document_B is None else self.document_B
+        return self.value_BHKV * torch.eq(ids_BT[:, 0], document_B)[:, None, None, None]
 
 
 class KDACacheLayer:

@@ -7,10 +7,9 @@ and values alike), ``P`` earlier inputs a convolution reads.
 import torch
 from torch import Tensor, nn
 
-from k3tune.model.cache import KDACacheLayer
+from k3tune.model.cache import DeltaState, KDACacheLayer
 from k3tune.model.documents import Documents
 from k3tune.model.kda_fla import fla_accepts, kda_fla
-from k3tune.model.kda_rule import DeltaState, kda_chunked, kda_recurrent
 from k3tune.model.layers import (
     KeepsDtype,
     ShortConvolution,
@@ -20,6 +19,7 @@ from k3tune.model.layers import (
 )
 from k3tune.model.rows import KDARows
 from k3tune.published.architecture import Architecture
+from k3tune_kernels.kda_rule import kda_rule
 from k3tune_kernels.kda_step import KdaConstants, KdaInputs, kda_step
 from k3tune_kernels.rms_norm import gated_rms_norm
 
@@ -50,7 +50,7 @@ class KimiDeltaAttention(KeepsDtype):
 
     def __init__(self, architecture: Architecture, kernels: str) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.backend = without_triton(kernels)
         hidden_size, width = architecture.hidden_size, architecture.kda_dim
         self.num_heads, self.head_dim = architecture.kda_num_heads, architecture.kda_head_dim
         self.gate_lower_bound = architecture.kda_gate_lower_bound
@@ -116,8 +116,8 @@ class KimiDeltaAttention(KeepsDtype):
             self.b_proj(x_BD),
             self.g_proj(x_BD),
         )
-        backend = without_triton(self.kernels)
-        gated = kda_step(inputs, rows.derived, rows.inputs_BPC, rows.state_BHKV, backend=backend)
+        state = (rows.inputs_BPC, rows.state_BHKV)
+        gated = kda_step(inputs, rows.derived, *state, backend=self.backend)
         return gated[:, None]
 
     def _step_constants(self) -> KdaConstants:
@@ -162,13 +162,11 @@ class KimiDeltaAttention(KeepsDtype):
                 cache.state = DeltaState(value, None if ids is None else ids[:, -1])
             return output
         q, k, v = _unit(q) * self.head_dim**-0.5, _unit(k), widen(v)
-        state = None if cache is None else cache.state
-        if state is not None and ids is not None and state.document_B is None:
-            state = DeltaState(state.value_BHKV, ids.new_zeros(ids.shape[0]))
-        rule = kda_recurrent if q.shape[1] == 1 else kda_chunked
-        output, state = rule(q, k, v, log_decay, beta, state, ids)
+        state = None if cache is None or cache.state is None else cache.state.entering(ids)
+        bounds = documents.cu_seq_lens
+        output, value = kda_rule(q, k, v, log_decay, beta, bounds, state, backend=self.backend)
         if cache is not None:
-            cache.state = state
+            cache.state = DeltaState(value, None if ids is None else ids[:, -1])
         return output
 
     def _heads(self, x: Tensor) -> Tensor:

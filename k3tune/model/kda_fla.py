@@ -1,6 +1,6 @@
 """KDA on CUDA through flash-linear-attention (the ``gpu`` extra), with fla-core 0.6's interface.
 
-Not measured on a GPU. Shape letters as in :mod:`k3tune.model.kda_rule`.
+Not measured on a GPU. Shape letters as in :mod:`k3tune.model.kda`.
 """
 
 import importlib.util

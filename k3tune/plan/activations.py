@@ -17,7 +17,7 @@ from k3tune.published.architecture import Architecture
 
 _F32 = 4
 _INDEX = 8
-# Of the plain delta rule (model/kda_rule.py) and of fla's kernels.
+# Of the plain delta rule (k3tune_kernels/kda_rule) and of fla's kernels.
 _PLAIN_CHUNK, _FUSED_CHUNK = 32, 64
 
 # F32 numbers of width W that a token's plain delta rule saves: convolutions 3, unit queries and

@@ -32,6 +32,7 @@ CPU_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "gated_rms_norm": (torch.float32,),
     "short_convolution": (torch.bfloat16, torch.float32),
     "kda_step": (torch.float32,),
+    "kda_rule": (torch.float32,),
     "latent_attention": (torch.float32,),
 }
 
@@ -44,6 +45,7 @@ _CPU_WHERE_POSSIBLE = (
     "gated_rms_norm",
     "short_convolution",
     "kda_step",
+    "kda_rule",
     "latent_attention",
 )
 

@@ -125,6 +125,7 @@ PARTS = (
     "cpu_moe_lora",
     "cpu_steps",
     "cpu_decoding",
+    "cpu_kda_rule",
     "short_convolution",
     "rms_norm",
 )

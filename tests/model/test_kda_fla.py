@@ -12,7 +12,7 @@ import torch
 
 from closeness import relative_l2
 from k3tune.model import kda, load_base
-from k3tune.model.kda_rule import DeltaState, kda_recurrent
+from k3tune_kernels.kda_rule import kda_rule
 
 
 def documented_chunk_kda(
@@ -38,10 +38,9 @@ def documented_chunk_kda(
     outputs, states, start = [], [], 0
     for stop in ends:
         part = [x[:, start:stop] for x in (q, k, v, g, beta)]
-        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-        output, after = kda_recurrent(*part, DeltaState(state))
+        output, after = kda_rule(*part, backend="reference")
         outputs.append(output)
-        states.append(after.value_BHKV)
+        states.append(after)
         start = stop
     final = torch.cat(states) if output_final_state else None
     return torch.cat(outputs, 1).to(v.dtype), final

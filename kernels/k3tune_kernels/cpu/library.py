@@ -122,6 +122,18 @@ class KdaStep(ctypes.Structure):
     )
 
 
+class KdaRule(ctypes.Structure):
+    """``K3KdaRule`` of csrc/k3tune_cpu.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("row_tokens", "documents", "heads", "head_dim")),
+        *((name, _INT) for name in ("threads", "isa")),
+        *((name, _POINTER) for name in ("bounds", "q", "k", "v", "log_decay", "beta", "begin")),
+        *((name, _POINTER) for name in ("out", "error", "end", "d_out", "d_end")),
+        *((name, _POINTER) for name in ("dq", "dk", "dv", "d_log_decay", "d_beta", "d_begin")),
+    )
+
+
 class LatentAttention(ctypes.Structure):
     """``K3LatentAttention`` of csrc/k3tune_cpu.h."""
 
@@ -154,6 +166,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "k3_short_convolution": (_INT, [_POINTER]),
     "k3_short_convolution_backward": (_INT, [_POINTER]),
     "k3_kda_step": (_INT, [_POINTER]),
+    "k3_kda_rule": (_INT, [_POINTER]),
     "k3_latent_attention": (_INT, [_POINTER]),
     "k3_situ_glu": (_INT, [_POINTER]),
     "k3_decode": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER]),

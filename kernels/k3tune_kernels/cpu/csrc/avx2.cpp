@@ -29,6 +29,8 @@ namespace avx2 {
 #include "rms_norm.inc"
 #include "short_convolution.inc"
 #include "step_kernels.inc"
+#include "kda_rule.inc"
+#include "kda_rule_backward.inc"
 }  // namespace avx2
 }  // namespace k3
 K3_TARGET_END
@@ -39,14 +41,15 @@ static bool avx2_runs_here() {
 }
 static const Kernels avx2_kernels = avx2::row_kernels<float>(false);
 static const StepKernels avx2_steps = avx2::step_kernels();
-const Isa AVX2 = {"avx2", avx2_runs_here, &avx2_kernels, &avx2_kernels, &avx2_steps};
+static const RuleKernels avx2_rule = avx2::rule_kernels();
+const Isa AVX2 = {"avx2", avx2_runs_here, &avx2_kernels, &avx2_kernels, &avx2_steps, &avx2_rule};
 }  // namespace k3
 
 #else
 
 namespace k3 {
 static bool avx2_runs_here() { return false; }
-const Isa AVX2 = {"avx2", avx2_runs_here, nullptr, nullptr, nullptr};
+const Isa AVX2 = {"avx2", avx2_runs_here, nullptr, nullptr, nullptr, nullptr};
 }  // namespace k3
 
 #endif

@@ -40,6 +40,8 @@ namespace avx512 {
 #include "rms_norm.inc"
 #include "short_convolution.inc"
 #include "step_kernels.inc"
+#include "kda_rule.inc"
+#include "kda_rule_backward.inc"
 #include "bf16_decode.inc"
 #include "bf16_few_rows.inc"
 #include "bf16_panels.inc"
@@ -79,8 +81,9 @@ static constexpr Kernels with_bf16_products() {
 static const Kernels avx512_float_kernels = avx512::row_kernels<float>(false);
 static const Kernels avx512_bf16_kernels = with_bf16_products();
 static const StepKernels avx512_steps = avx512::step_kernels();
+static const RuleKernels avx512_rule = avx512::rule_kernels();
 const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, &avx512_float_kernels,
-                         &avx512_bf16_kernels, &avx512_steps};
+                         &avx512_bf16_kernels, &avx512_steps, &avx512_rule};
 
 #if K3_AMX
 // Linux saves tiles, 8 KB a thread, only for processes that have asked for it.
@@ -103,9 +106,9 @@ static constexpr Kernels with_amx_products() {
 }
 static const Kernels amx_kernels = with_amx_products();
 const Isa AMX_BF16 = {"amx_bf16", amx_runs_here, &avx512_float_kernels, &amx_kernels,
-                      &avx512_steps};
+                      &avx512_steps, &avx512_rule};
 #else
-const Isa AMX_BF16 = {"amx_bf16", [] { return false; }, nullptr, nullptr, nullptr};
+const Isa AMX_BF16 = {"amx_bf16", [] { return false; }, nullptr, nullptr, nullptr, nullptr};
 #endif
 }  // namespace k3
 
@@ -113,8 +116,8 @@ const Isa AMX_BF16 = {"amx_bf16", [] { return false; }, nullptr, nullptr, nullpt
 
 namespace k3 {
 static bool avx512_runs_here() { return false; }
-const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, nullptr, nullptr, nullptr};
-const Isa AMX_BF16 = {"amx_bf16", avx512_runs_here, nullptr, nullptr, nullptr};
+const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, nullptr, nullptr, nullptr, nullptr};
+const Isa AMX_BF16 = {"amx_bf16", avx512_runs_here, nullptr, nullptr, nullptr, nullptr};
 }  // namespace k3
 
 #endif

@@ -125,6 +125,32 @@ struct K3KdaStep {
     float* out;                // [B, W]
 };
 
+// The gated delta rule over whole documents; fp32, contiguous, head_dim K a multiple of 16. The
+// N = B * row_tokens tokens of the rows are cut into documents, none of which crosses a row's end.
+// With d_out it is the backward pass.
+struct K3KdaRule {
+    int64_t row_tokens, documents, heads, head_dim;
+    int64_t threads, isa;
+    const int64_t* bounds;   // [documents + 1], from 0 to N
+    const float* q;          // [N, heads, K], as all of that width
+    const float* k;
+    const float* v;
+    const float* log_decay;  // at most 0
+    const float* beta;       // [N, heads]
+    const float* begin;      // [B, heads, K, K] of each row's first document, or null for zero
+    float* out;
+    float* error;            // v - S'^T k of each token: forward written, or null; backward read
+    float* end;              // [B, heads, K, K] of each row's last document
+    const float* d_out;
+    const float* d_end;      // or null for zero
+    float* dq;
+    float* dk;
+    float* dv;
+    float* d_log_decay;
+    float* d_beta;
+    float* d_begin;          // or null
+};
+
 // SiTU-GLU of fp32 values, a multiple of 32 of them: out, or with grad d_gate and d_up.
 struct K3SituGlu {
     int64_t values, threads, isa;
@@ -159,6 +185,7 @@ K3_EXPORT int64_t k3_rms_norm_backward(const K3RmsNorm* call);
 K3_EXPORT int64_t k3_short_convolution(const K3ShortConvolution* call);
 K3_EXPORT int64_t k3_short_convolution_backward(const K3ShortConvolution* call);
 K3_EXPORT int64_t k3_kda_step(const K3KdaStep* call);
+K3_EXPORT int64_t k3_kda_rule(const K3KdaRule* call);
 K3_EXPORT int64_t k3_situ_glu(const K3SituGlu* call);
 
 // packed [rows, groups * 16] and scale [rows, groups] to bf16 [rows, groups * 32], exact.

@@ -102,12 +102,21 @@ struct StepKernels {
     void (*latent_attention)(const K3LatentAttention& call, int64_t row, float* scores);
 };
 
+// One head of one document through the gated delta rule.
+struct RuleKernels {
+    void (*forward)(const K3KdaRule& call, int64_t document, int64_t head, float* scratch);
+    void (*backward)(const K3KdaRule& call, int64_t document, int64_t head, float* scratch);
+    // Floats of scratch for documents of at most so many tokens.
+    int64_t (*scratch)(int64_t head_dim, int64_t tokens, bool backward);
+};
+
 struct Isa {
     const char* name;
     bool (*runs_here)();
     const Kernels* for_float32;
     const Kernels* for_bf16;
     const StepKernels* steps;
+    const RuleKernels* rule;
 };
 
 // Best first; the last runs everywhere.

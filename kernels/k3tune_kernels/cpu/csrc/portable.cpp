@@ -22,13 +22,16 @@ namespace portable {
 #include "rms_norm.inc"
 #include "short_convolution.inc"
 #include "step_kernels.inc"
+#include "kda_rule.inc"
+#include "kda_rule_backward.inc"
 
 static bool runs_here() { return true; }
 // Rows are widened to fp32 as they are gathered, also those of a bf16 call.
 static const Kernels kernels = row_kernels<float>(false);
 static const StepKernels steps = step_kernels();
+static const RuleKernels rule = rule_kernels();
 }  // namespace portable
 
 const Isa PORTABLE = {"portable", portable::runs_here, &portable::kernels, &portable::kernels,
-                      &portable::steps};
+                      &portable::steps, &portable::rule};
 }  // namespace k3

@@ -1,83 +1,21 @@
-"""The gated delta rule of Kimi Delta Attention: recurrent and chunked form, same result.
+"""The gated delta rule in matrix form, a chunk of tokens at a time: where no kernel runs.
 
-State ``S`` of a head, ``[K, V]``, starts at zero with each document. For token t (tech report
-eq. 1 to 6; ``alpha = exp(log_decay)`` a channel)::
-
-    S' = diag(alpha_t) S;   S = S' + beta_t k_t (v_t - S'^T k_t)^T;   o_t = S^T q_t
-
-Shape letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``K`` / ``V`` key / value head width; in the
-chunked form ``N`` documents, ``Z`` chunks of all of them, ``C`` tokens in a chunk. All inputs are
-fp32 (fp64 for gradient checks).
+Shape letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``K`` / ``V`` key / value head width, ``N``
+documents, ``Z`` chunks of all of them, ``C`` tokens in a chunk.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from k3tune.model.documents import Documents
-from k3tune.model.kda_grid import ChunkGrid, chunk_grid
+from k3tune_kernels.kda_rule.grid import ChunkGrid, chunk_grid
 
 # measured on a CPU: half the time of 64 at head width 32, 4 / 5 of it at 128
 CHUNK_SIZE = 32
 # Within a tile the decays' exponents stay inside fp32: 16 tokens of at least exp(-5) each.
 _TILE = 16
-
-
-@dataclass(frozen=True)
-class DeltaState:
-    """What the rule carries from one token to the next.
-
-    Attributes:
-        value_BHKV: the state ``S``.
-        document_B: number of the document it belongs to; None when each row is one document.
-    """
-
-    value_BHKV: Tensor
-    document_B: Tensor | None = None
-
-
-def kda_recurrent(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTHK: Tensor,
-    beta_BTH: Tensor,
-    state: DeltaState | None = None,
-    documents_BT: Tensor | None = None,
-) -> tuple[Tensor, DeltaState]:
-    """The rule token by token: decoding, and the truth for the chunked form.
-
-    Args:
-        q_BTHK, k_BTHK, v_BTHV: queries (already scaled), keys, values.
-        log_decay_BTHK: log of the decay, at most 0.
-        beta_BTH: writing strength, in (0, 1).
-        state: what went before; None for nothing, a state of zero.
-        documents_BT: document number of each token; None when all belong to the state's document.
-
-    Returns:
-        ``[B, T, H, V]`` outputs and the state after the last token.
-    """
-    if state is None:
-        batch, _, *widths = k_BTHK.shape
-        zeros = v_BTHV.new_zeros(batch, *widths, v_BTHV.shape[-1])
-        state = DeltaState(zeros, None if documents_BT is None else documents_BT[:, 0])
-    value, document = state.value_BHKV, state.document_B
-    outputs = []
-    for t in range(q_BTHK.shape[1]):
-        if documents_BT is not None:
-            assert document is not None, "documents need the state's document"
-            same = torch.eq(documents_BT[:, t], document)
-            value = value * same[:, None, None, None]
-            document = documents_BT[:, t]
-        k, v = k_BTHK[:, t, :, :, None], v_BTHV[:, t, :, None, :]
-        value = value * log_decay_BTHK[:, t].exp()[..., None]
-        error = v - (k * value).sum(-2, keepdim=True)
-        value = value + beta_BTH[:, t, :, None, None] * k * error
-        outputs.append((q_BTHK[:, t, :, :, None] * value).sum(-2))
-    return torch.stack(outputs, dim=1), DeltaState(value, document)
 
 
 def kda_chunked(
@@ -86,11 +24,11 @@ def kda_chunked(
     v_BTHV: Tensor,
     log_decay_BTHK: Tensor,
     beta_BTH: Tensor,
-    state: DeltaState | None = None,
-    documents_BT: Tensor | None = None,
+    bounds: Tensor,
+    state_BHKV: Tensor | None,
     chunk_size: int = CHUNK_SIZE,
-) -> tuple[Tensor, DeltaState]:
-    """The rule in matrix form, ``chunk_size`` tokens at a time; arguments of :func:`kda_recurrent`.
+) -> tuple[Tensor, Tensor]:
+    """:func:`k3tune_kernels.kda_rule.kda_rule`, ``chunk_size`` tokens at a time.
 
     With ``G`` the inclusive cumulative log-decay inside a chunk, and ``j < i``::
 
@@ -103,10 +41,7 @@ def kda_chunked(
     writes nothing.
     """
     batch, length = q_BTHK.shape[:2]
-    ids_BT = documents_BT
-    if ids_BT is None:
-        ids_BT = torch.zeros(batch, length, dtype=torch.int64, device=q_BTHK.device)
-    grid = chunk_grid(Documents(ids_BT, length), chunk_size)
+    grid = chunk_grid(bounds, length, chunk_size)
     q, k, v, g = (grid.fill(x) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK))
     beta = grid.fill(beta_BTH[..., None])
     # differences of large sums: in fp32 the exponent would be off by 1e-5 after 64 tokens
@@ -121,20 +56,15 @@ def kda_chunked(
     u, y = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     keeps = reads[..., -1, :, None]
     tensors = (u, y, reads * q, scores.tril(), writes * k, keeps)
-    begin = None if state is None else _begin(state, grid, documents_BT)
+    begin = None if state_BHKV is None else _begin(state_BHKV, grid)
     output, value = _scan(tensors, grid.steps, begin)
-    ends = None if documents_BT is None else documents_BT[:, -1]
-    return grid.empty(output, batch), DeltaState(value[grid.last_B], ends)
+    return grid.empty(output, batch), value[grid.last_B]
 
 
-def _begin(state: DeltaState, grid: ChunkGrid, documents_BT: Tensor | None) -> Tensor:
+def _begin(state_BHKV: Tensor, grid: ChunkGrid) -> Tensor:
     """State each document of the grid begins with, ``[N, H, K, V]``."""
-    value = state.value_BHKV
-    if documents_BT is not None:
-        assert state.document_B is not None, "documents need the state's document"
-        value = value * torch.eq(documents_BT[:, 0], state.document_B)[:, None, None, None]
-    zeros = value.new_zeros(grid.steps[0], *value.shape[1:])
-    return zeros.index_copy(0, grid.first_B, value)
+    zeros = state_BHKV.new_zeros(grid.steps[0], *state_BHKV.shape[1:])
+    return zeros.index_copy(0, grid.first_B, state_BHKV)
 
 
 def _scan(

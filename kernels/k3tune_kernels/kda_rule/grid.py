@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3tune.model.documents import Documents
-
 
 @dataclass(frozen=True)
 class ChunkGrid:
@@ -47,15 +45,15 @@ class ChunkGrid:
         return flat.unflatten(0, (batch, -1))
 
 
-def chunk_grid(documents: Documents, chunk_size: int) -> ChunkGrid:
+def chunk_grid(bounds: Tensor, length: int, chunk_size: int) -> ChunkGrid:
     """Lay out the documents of a batch.
 
     Args:
-        documents: of ``B`` rows of ``T`` new tokens; must number them.
+        bounds: cumulative lengths of the documents over the flattened tokens.
+        length: ``T``, tokens of a row.
         chunk_size: most tokens a chunk; fewer when no document is so long.
     """
-    bounds, last_B = documents.cu_seq_lens, documents.last_of_row_B
-    assert bounds is not None and last_B is not None, "documents without numbers"
+    (last_B,) = (bounds[1:] % length == 0).nonzero(as_tuple=True)
     lengths = bounds.diff()
     chunk_size = min(chunk_size, int(lengths.max()))
     chunks, order = (-(-lengths // chunk_size)).sort(descending=True, stable=True)
