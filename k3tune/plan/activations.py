@@ -1,8 +1,8 @@
 """Bytes a token takes between a layer's forward and its backward, and at the backward's fullest.
 
 Counted from what the model's modules and ops save (``k3tune/model``, ``kernels``). On a CPU the
-delta rule and the attention run in plain torch, which saves far more than the fused kernels of a
-GPU; for the CPU the sums are held against measurement, for GPUs they are not measured.
+attention runs in plain torch, which saves far more than the fused kernels of a GPU; for the CPU,
+with its native kernels, the sums are held against measurement, for GPUs they are not measured.
 
 Letters: D model width, W all KDA heads together, H heads, S sources of a mix, R LoRA rank, F
 expert width, L latent width, w bytes of an activation; ``_F32`` bytes a number.
@@ -17,15 +17,14 @@ from k3tune.published.architecture import Architecture
 
 _F32 = 4
 _INDEX = 8
-# Of the plain delta rule (k3tune_kernels/kda_rule) and of fla's kernels.
-_PLAIN_CHUNK, _FUSED_CHUNK = 32, 64
+# Of fla's kernels.
+_FUSED_CHUNK = 64
 
-# F32 numbers of width W that a token's plain delta rule saves: convolutions 3, unit queries and
-# keys 2, decay 1, chunks of queries and keys 2, their decayed products 5 + 5, decays 2, right side
-# and solution 2 + 2, what a chunk writes 1, decayed queries and keys 2, output 1, gated norm 2.
-_PLAIN_DELTA_RULE = 30
+# F32 numbers of width W that a token's delta rule saves: convolutions 3, queries and keys 2, the same
+# of unit length 2, decay and its sigmoid 2, errors 1, output 1, gated norm 2.
+_NATIVE_DELTA_RULE = 13
 # ... and holds besides in its backward, which frees as much as it makes.
-_PLAIN_DELTA_BACKWARD = 2
+_NATIVE_DELTA_BACKWARD = 2
 # The same through fla: convolutions 3, decay 3, gated norm 3; the rest is in the trunk's dtype.
 _FUSED_DELTA_RULE, _FUSED_DELTA_RULE_NARROW = 9, 5
 _FUSED_DELTA_BACKWARD = 6
@@ -74,7 +73,7 @@ def activations(
         architecture: of the base.
         layout: tokens and dtype.
         ranks: LoRA rank of each adapted module, by its name in the model.
-        fused: whether a GPU's kernels run; else the plain path of a CPU.
+        fused: whether a GPU's kernels run; else what a CPU has.
     """
     counter = _Counter(architecture, layout, ranks, fused)
     layers = list(counter.layers())
@@ -141,11 +140,8 @@ class _Counter:
             saved += width * (_F32 * _FUSED_DELTA_RULE + self.w * _FUSED_DELTA_RULE_NARROW)
             saved += 2 * self.w * heads * _FUSED_CHUNK
             return Block(saved, _F32 * width * _FUSED_DELTA_BACKWARD)
-        chunk = min(_PLAIN_CHUNK, self.length)
-        pairs = heads * chunk
-        saved += _F32 * (_PLAIN_DELTA_RULE * width + 3 * pairs)
-        saved += _F32 * width * a.kda_head_dim // chunk
-        return Block(saved, _F32 * _PLAIN_DELTA_BACKWARD * width)
+        saved += _F32 * _NATIVE_DELTA_RULE * width
+        return Block(saved, _F32 * _NATIVE_DELTA_BACKWARD * width)
 
     def _mla(self, name: str) -> Block:
         a, w = self.a, self.w
