@@ -20,8 +20,8 @@ _INDEX = 8
 # Of fla's kernels.
 _FUSED_CHUNK = 64
 
-# F32 numbers of width W that a token's delta rule saves: convolutions 3, queries and keys 2, the same
-# of unit length 2, decay and its sigmoid 2, errors 1, output 1, gated norm 2.
+# F32 numbers of width W that a token's delta rule saves: convolutions 3, queries and keys 2, the
+# same of unit length 2, decay and its sigmoid 2, errors 1, output 1, gated norm 2.
 _NATIVE_DELTA_RULE = 13
 # ... and holds besides in its backward, which frees as much as it makes.
 _NATIVE_DELTA_BACKWARD = 2

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from k3tune.model import load_base, mla
-from k3tune.model.documents import FrontPadding, find_documents
+from k3tune.model.cache import DeltaState
+from k3tune.model.documents import PADDING, FrontPadding, find_documents
 
 ATOL = 1e-10
 LENGTHS = (7, 3, 15, 1, 19)
@@ -207,3 +208,13 @@ def test_keys_are_read_from_the_first_document_any_row_is_in():
     assert more.first_keys == [1, 1, 1]
     packed = find_documents((1, 6), cpu, position_ids=torch.tensor([[0, 1, 0, 1, 2, 0]]))
     assert packed.first_keys == [0, 0, 2, 2, 2, 5]
+
+
+def test_a_delta_state_enters_its_own_document_only():
+    value = torch.ones(3, 1, 2, 2)
+    ids = torch.tensor([[4, 4], [5, 5], [PADDING, 4]])
+    entering = DeltaState(value, torch.tensor([4, 4, 4])).entering(ids)
+    assert entering.flatten(1).any(1).tolist() == [True, False, False]
+    # rows that were one document are document 0
+    assert torch.equal(DeltaState(value).entering(ids * 0), value)
+    assert torch.equal(DeltaState(value).entering(None), value)
