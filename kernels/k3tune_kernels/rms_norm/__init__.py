@@ -26,9 +26,9 @@ def rms_norm(
         ValueError: if the backend cannot run here.
     """
     if _choose("rms_norm", backend, x, weight_D) == "cpu":
-        from k3tune_kernels.rms_norm.cpu_op import RmsNormCpu
+        from k3tune_kernels.rms_norm.cpu_op import rms_norm_cpu
 
-        return RmsNormCpu.apply(x, weight_D, None, eps)
+        return rms_norm_cpu(x, weight_D, None, eps)
     return reference.rms_norm(x, weight_D, eps)
 
 
@@ -54,9 +54,9 @@ def gated_rms_norm(
         ValueError: if the backend cannot run here.
     """
     if _choose("gated_rms_norm", backend, x, weight_D, gate) == "cpu":
-        from k3tune_kernels.rms_norm.cpu_op import RmsNormCpu
+        from k3tune_kernels.rms_norm.cpu_op import rms_norm_cpu
 
-        return RmsNormCpu.apply(x, weight_D, gate, eps)
+        return rms_norm_cpu(x, weight_D, gate, eps)
     return reference.gated_rms_norm(x, weight_D, gate, eps)
 
 

@@ -12,7 +12,16 @@ from torch.autograd.function import once_differentiable
 from k3tune_kernels.cpu import library
 
 
-class RmsNormCpu(torch.autograd.Function):
+def rms_norm_cpu(
+    x: torch.Tensor, weight_D: torch.Tensor, gate: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """:func:`k3tune_kernels.rms_norm.rms_norm`, or ``gated_rms_norm`` where there is a gate."""
+    if torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight_D, gate, eps)
+    return forward(x, weight_D, gate, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
     """Saves the operands alone: the root mean square is computed again."""
 
     @staticmethod
@@ -40,7 +49,7 @@ def forward(
     *,
     isa: str | None = None,
 ) -> torch.Tensor:
-    """As :func:`k3tune_kernels.rms_norm.rms_norm`, or ``gated_rms_norm`` where there is a gate."""
+    """As :func:`rms_norm_cpu`, not differentiable."""
     operands = _contiguous(x, weight_D, gate)
     call, out = _call(*operands, eps, isa), torch.empty_like(operands[0])
     call.out = out.data_ptr()

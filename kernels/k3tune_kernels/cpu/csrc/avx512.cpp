@@ -86,17 +86,19 @@ const Isa AVX512_BF16 = {"avx512_bf16", avx512_runs_here, &avx512_float_kernels,
                          &avx512_bf16_kernels, &avx512_steps, &avx512_rule};
 
 #if K3_AMX
-// Linux saves tiles, 8 KB a thread, only for processes that have asked for it.
-static bool tiles_are_granted() {
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return granted;
-}
-static bool amx_runs_here() {
+static bool find_amx() {
     constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
     unsigned a, b, c, d;
     if (!avx512_runs_here() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return (d & AMX_BF16) && (d & AMX_TILE) && tiles_are_granted();
+    if (!(d & AMX_BF16) || !(d & AMX_TILE)) return false;
+    // Linux saves tiles, 8 KB a thread, only for processes that have asked for it
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+static bool amx_runs_here() {
+    // asked at every call, and on a virtual machine CPUID takes 15 us
+    static const bool found = find_amx();
+    return found;
 }
 static constexpr Kernels with_amx_products() {
     Kernels kernels = with_bf16_products();
