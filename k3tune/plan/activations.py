@@ -21,8 +21,8 @@ _INDEX = 8
 _FUSED_CHUNK = 64
 
 # F32 numbers of width W that a token's delta rule saves: convolutions 3, queries and keys 2, the
-# same of unit length 2, decay and its sigmoid 2, errors 1, output 1, gated norm 2.
-_NATIVE_DELTA_RULE = 13
+# same of unit length 2, decay and its sigmoid 2, errors 1, output 1, its gate 1.
+_NATIVE_DELTA_RULE = 12
 # ... and holds besides in its backward, which frees as much as it makes.
 _NATIVE_DELTA_BACKWARD = 2
 # The same through fla: convolutions 3, decay 3, gated norm 3; the rest is in the trunk's dtype.
@@ -50,18 +50,29 @@ class Activations:
 
     Attributes:
         inputs: of all layers, which checkpointing keeps.
-        layer: the fullest layer, from its forward to its backward.
+        layer: the fullest layer, from its forward to its backward, less the inputs of those behind
+            it, which are gone by then.
         all_layers: kept without checkpointing, with the fullest moment of a backward.
+        kept: without checkpointing from the forward to the backward.
     """
 
     inputs: int
     layer: int
     all_layers: int
+    kept: int
 
     @property
     def checkpointed(self) -> int:
         """With activation checkpointing."""
         return self.inputs + self.layer
+
+    def at_most(self, checkpointing: bool) -> int:
+        """At the fullest moment of the backward."""
+        return self.checkpointed if checkpointing else self.all_layers
+
+    def at_the_loss(self, checkpointing: bool) -> int:
+        """While the loss is computed, which is before every backward."""
+        return self.inputs if checkpointing else self.kept
 
 
 def activations(
@@ -84,8 +95,11 @@ def activations(
         # the backward goes from the last layer to the first, and frees as it goes
         fullest = max(fullest, kept + layer.peak)
         kept += layer.saved
-    recomputed = max(layer.peak for layer in layers)
-    return Activations(inputs, layout.tokens * recomputed, inputs + layout.tokens * fullest)
+    recomputed = max(layer.peak - behind * row for behind, layer in enumerate(reversed(layers)))
+    tokens = layout.tokens
+    return Activations(
+        inputs, tokens * recomputed, inputs + tokens * fullest, inputs + tokens * kept
+    )
 
 
 class _Layer(NamedTuple):
@@ -104,6 +118,8 @@ class _Counter:
         self.w = layout.width
         self.ranks = ranks
         self.fused = fused
+        # what plain torch saves of a value that is normed; the native norm, the value itself
+        self.normed = _F32 if fused else self.w
 
     def layers(self) -> Iterator[_Layer]:
         """Every layer's sum, and its fullest moment."""
@@ -116,8 +132,8 @@ class _Counter:
             second = sources + 1
             attention = self._attention(layer)
             feed_forward = self._feed_forward(layer)
-            # two norms in fp32, the sum between the halves, weights of the mixes
-            common = 2 * _F32 * a.hidden_size + row + 2 * _F32 * (first + second)
+            # inputs of two norms, the sum between the halves, weights of the mixes
+            common = 2 * self.normed * a.hidden_size + row + 2 * _F32 * (first + second)
             saved = common + attention.saved + feed_forward.saved
             # gradients of the bank wait for the layer that made it
             bank = second * row
@@ -153,8 +169,8 @@ class _Counter:
         saved += self._adapted(name, {"q_a_proj": 0, "kv_a_proj_with_mqa": 0, "g_proj": 0})
         saved += self._adapted(name, {"q_b_proj": a.q_lora_rank, "kv_b_proj": 0})
         saved += self._adapted(name, {"o_proj": values})
-        # both latents, normed in fp32; the output, its gate; the gated output is o_proj's input
-        saved += _F32 * (a.q_lora_rank + latent) + w * (latent + 2 * values)
+        # both latents, normed; the output, its gate; the gated output is o_proj's input
+        saved += self.normed * (a.q_lora_rank + latent) + w * (latent + 2 * values)
         if self.fused:
             saved += w * (2 * queries + expanded + values)
             return Block(saved, w * (2 * queries + expanded + values))
@@ -177,9 +193,9 @@ class _Counter:
             saved += self._input(name, ("routed_expert_down_proj",), a.hidden_size)
         saved += self._adapted(name, {"routed_expert_down_proj": 0})
         saved += self._adapted(name, {"routed_expert_up_proj": latent})
-        # router's scores, ids and weights; the op's input, its output normed in fp32
+        # router's scores, ids and weights; the op's input, its output, normed
         saved += _F32 * a.num_experts + (_INDEX + 3 * _F32) * active
-        saved += (self.w + _F32) * latent
+        saved += (self.w + self.normed) * latent
         rank = sum(self.ranks.get(f"{name}experts.{part}", 0) for part in ("w1", "w3", "w2"))
         saved += _F32 * active * rank
         rows = self.w * active * (3 * a.moe_intermediate_size + latent)

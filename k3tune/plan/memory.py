@@ -29,7 +29,8 @@ MEMORY_PARTS = (
 ``trunk_gathered``: layers of a sharded trunk that are whole for a while. ``zero_masters``: ZeRO's
 copy of the factors it steps. ``gradient_buckets``: what gradients are averaged through.
 ``dispatch``: rows on their way to experts of other ranks and back. ``scratch``: decoded weights of
-the experts' op. ``logits``: the chunk of them that the loss holds at a time.
+the experts' op. ``logits``: the chunk of them that the loss holds at a time, as far as it is more
+than what the fullest layer takes afterwards.
 """
 
 # AdamW: two moments beside each number.
@@ -77,19 +78,25 @@ def bytes_of_rank(
     }
     if held is None:
         held = activations(architecture, layout, adapter.ranks, fused=fused)
-    parts["activations"] = held.checkpointed if layout.activation_checkpointing else held.all_layers
+    parts["activations"] = held.at_most(layout.activation_checkpointing)
     if layout.expert_parallel_size > 1:
         # sent, received, answered and returned rows
         rows = layout.tokens * architecture.num_experts_per_token
         row = layout.width * architecture.routed_expert_hidden_size
         parts["dispatch"] = round(4 * rows * row * imbalance)
     parts["scratch"] = _SCRATCH_BYTES if fused else 0
-    parts["logits"] = layout.width * max(
+    # gone before the first layer's backward takes more
+    later = parts["activations"] - held.at_the_loss(layout.activation_checkpointing)
+    parts["logits"] = max(0, _logits(architecture, layout) - later)
+    ordered = {part: parts.get(part, 0) for part in MEMORY_PARTS}
+    return {**ordered, "total": sum(ordered.values())}
+
+
+def _logits(architecture: Architecture, layout: Layout) -> int:
+    return layout.width * max(
         min(layout.tokens, _LOSS_TOKENS) * architecture.vocab_size,
         min(layout.tokens, _HEAD_TOKENS) * min(architecture.vocab_size, _HEAD_VOCAB),
     )
-    ordered = {part: parts.get(part, 0) for part in MEMORY_PARTS}
-    return {**ordered, "total": sum(ordered.values())}
 
 
 def bf16_trainer_bytes(parts: Mapping[str, int]) -> int:

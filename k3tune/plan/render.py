@@ -19,7 +19,7 @@ _MEMORY_NOTES = {
     "dispatch": "rows to and from experts of other ranks",
     "activations": "",
     "scratch": "decoded weights of the experts' op",
-    "logits": "the chunk the loss holds at a time",
+    "logits": "of the loss, beyond the fullest layer",
 }
 
 

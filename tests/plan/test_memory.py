@@ -1,5 +1,7 @@
 """Predicted bytes by part against those of a model that is trained, and the rules of spreading."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from memory_meter import peak_above_start
@@ -18,6 +20,7 @@ from k3tune_kernels.cpu import library
 
 GROUPS = ("attention", "latent", "experts", "shared_experts", "dense")
 BASES = ("k3-nano", "k3_tiny")
+NOTHING = LoraSpec(("dense",), rank=1)
 
 
 def predict(folder, spec, **layout):
@@ -138,9 +141,22 @@ def test_parts_sum_to_the_total_and_grow_with_what_they_depend_on(folder):
     assert list(small) == [*MEMORY_PARTS, "total"]
     assert sum(small[part] for part in MEMORY_PARTS) == small["total"]
     grown = {part for part in MEMORY_PARTS if long[part] > small[part]}
-    assert grown == {"activations", "logits"}
+    assert grown == {"activations"}
     kept = predict(folder, spec, activation_checkpointing=False)
     assert kept["activations"] > small["activations"]
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_logits_count_as_far_as_they_outgrow_the_backward_that_follows(folder, checkpointing):
+    architecture, layout = parse_config(read_config(folder)), Layout(sequence_length=64)
+    layout = replace(layout, dtype="float32", activation_checkpointing=checkpointing)
+    held = activations(architecture, layout, {}, fused=False)
+    later = held.at_most(checkpointing) - held.at_the_loss(checkpointing)
+    for vocabulary in (16, 1 << 20):
+        architecture = replace(architecture, vocab_size=vocabulary)
+        base, adapter = base_bytes(architecture, "float32"), adapter_size(architecture, NOTHING)
+        found = bytes_of_rank(architecture, base, adapter, layout, fused=False, held=held)
+        assert found["logits"] == max(0, 4 * 64 * vocabulary - later)
 
 
 def test_a_gpu_is_counted_by_its_own_kernels(folder):
@@ -170,9 +186,7 @@ def check_peak(folder, spec, *, rows, length, dtype, checkpointing):
     steady = sum(found[part] for part in ("packed_experts", "trunk", "adapter", "optimizer"))
     peak = steady + peak_above_start(step)
     print(f"{folder.name} {dtype} {rows}x{length}: {found['total']:,} of {peak:,}")
-    # where the last layer is the fullest, neither the loss's logits nor the gradients of the other
-    # layers are there with it: 14 % of k3_tiny at 2 x 256
-    assert 0.90 * peak <= found["total"] <= 1.15 * peak
+    assert found["total"] == pytest.approx(peak, rel=0.10)
 
 
 # without them the experts' op and SiTU-GLU run in plain torch, which saves and holds more
@@ -183,7 +197,7 @@ needs_native = pytest.mark.skipif(
 
 @needs_native
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_peak_of_a_step_is_the_predicted_one(fixtures, checkpointing):
+def test_the_peak_of_a_step_is_within_a_tenth(fixtures, checkpointing):
     options = {"rows": 1, "length": 128, "dtype": "float32", "checkpointing": checkpointing}
     check_peak(fixtures / "k3_tiny", LoraSpec(GROUPS, rank=4), **options)
 
@@ -193,7 +207,7 @@ def test_the_peak_of_a_step_is_the_predicted_one(fixtures, checkpointing):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(("rows", "length"), [(1, 128), (2, 256), (1, 640)])
-def test_the_peak_of_a_step_is_the_predicted_one_at_other_sizes(
+def test_the_peak_of_a_step_is_within_a_tenth_at_other_sizes(
     folder, rows, length, dtype, checkpointing
 ):
     spec = LoraSpec(GROUPS, rank=4, form="shared_outer")
