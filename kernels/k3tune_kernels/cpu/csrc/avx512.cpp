@@ -102,6 +102,8 @@ static bool amx_runs_here() {
 }
 static constexpr Kernels with_amx_products() {
     Kernels kernels = with_bf16_products();
+    // whole rows: a fifth to a third faster backward than in runs of 512 bytes
+    kernels.columns_of_few_rows = MOST_COLUMNS;
     kernels.project = avx512::project_amx;
     kernels.project_back = avx512::project_back_amx;
     return kernels;

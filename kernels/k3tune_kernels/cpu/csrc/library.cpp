@@ -63,7 +63,7 @@ K3_EXPORT int64_t k3_project(const K3Weight* weight, int64_t outputs, int64_t in
     const k3::Team team(threads);
     // two tasks a thread, of whole panels
     const int64_t wanted = 2 * team.threads(), even = (columns + wanted - 1) / wanted;
-    const int64_t step = std::min((even + 127) / 128 * 128, k3::MOST_COLUMNS);
+    const int64_t step = std::min((even + 127) / 128 * 128, kernels.columns_of_few_rows);
     const int64_t scratch_bytes = (static_cast<int64_t>(kernels.scratch_bytes(0)) + 63) / 64 * 64;
     try {
         const k3::Buffer<char> values(rows * depth * value_bytes);

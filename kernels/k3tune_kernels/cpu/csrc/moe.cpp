@@ -8,23 +8,18 @@ namespace {
 // Rows of activations a call keeps at a time.
 constexpr int64_t WAVE_BYTES = 32 << 20;
 constexpr int64_t FEWEST_WAVE_ROWS = 256;
-// Columns of a task by the rows of its expert: where rows are few a task reads long runs of bytes,
-// where they are many its products stay small.
-struct TaskWidth {
-    int64_t rows, columns;
-};
-constexpr TaskWidth TASK_WIDTHS[] = {{16, MOST_COLUMNS}, {128, 256}};
+// Rows of an expert up to which its weights are the cost, and up to which its products stay small in
+// tasks of so many columns.
+constexpr int64_t FEW_ROWS = 16, SOME_ROWS = 128, COLUMNS_OF_SOME_ROWS = 256;
 
-int64_t widest_task(int64_t rows) {
-    for (const TaskWidth& width : TASK_WIDTHS)
-        if (rows <= width.rows) return width.columns;
-    return Moe::TASK_STEP;
+int64_t widest_task(const Kernels& kernels, int64_t rows) {
+    if (rows <= FEW_ROWS) return kernels.columns_of_few_rows;
+    return rows <= SOME_ROWS ? COLUMNS_OF_SOME_ROWS : Moe::TASK_STEP;
 }
 
-int64_t largest_product(int64_t most_rows) {
-    int64_t most = most_rows * Moe::TASK_STEP;
-    for (const TaskWidth& width : TASK_WIDTHS) most = std::max(most, width.rows * width.columns);
-    return most;
+int64_t largest_product(const Kernels& kernels, int64_t most_rows) {
+    return std::max({most_rows * Moe::TASK_STEP, SOME_ROWS * COLUMNS_OF_SOME_ROWS,
+                     FEW_ROWS * kernels.columns_of_few_rows});
 }
 
 // Multiplications below which another thread costs more than it saves.
@@ -44,7 +39,7 @@ Moe::Moe(const K3Moe& c, const Kernels& k, int64_t bytes_per_row, int64_t produc
       routing(route(c, std::max(FEWEST_WAVE_ROWS, WAVE_BYTES / bytes_per_row))),
       team(useful_threads(c)),
       products_(products),
-      product_floats_(largest_product(routing.most_rows)),
+      product_floats_(largest_product(k, routing.most_rows)),
       scratch_bytes_(products * product_floats_ * static_cast<int64_t>(sizeof(float)) +
                      largest_panel()),
       scratch_(team.threads() * scratch_bytes_) {
@@ -97,7 +92,7 @@ std::vector<Task> Moe::column_tasks(const Wave& wave, int64_t columns) const {
     const int64_t even = team.threads() == 1 ? columns : (columns + wanted - 1) / wanted;
     std::vector<Task> tasks;
     for (int64_t s = wave.first_segment; s < wave.last_segment; s++) {
-        const int64_t most = widest_task(routing.segments[s].count());
+        const int64_t most = widest_task(kernels, routing.segments[s].count());
         const int64_t steps = (even + TASK_STEP - 1) / TASK_STEP;
         const int64_t width = std::clamp<int64_t>(steps * TASK_STEP, TASK_STEP, most);
         for (int64_t c = 0; c < columns; c += width)
