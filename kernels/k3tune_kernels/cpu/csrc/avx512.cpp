@@ -104,6 +104,8 @@ static constexpr Kernels with_amx_products() {
     Kernels kernels = with_bf16_products();
     // whole rows: a fifth to a third faster backward than in runs of 512 bytes
     kernels.columns_of_few_rows = MOST_COLUMNS;
+    // a span of activations for more panels
+    kernels.columns_of_many_rows = 256;
     kernels.project = avx512::project_amx;
     kernels.project_back = avx512::project_back_amx;
     return kernels;

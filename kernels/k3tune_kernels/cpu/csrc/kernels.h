@@ -29,8 +29,8 @@ constexpr int64_t MOST_COLUMNS = 4096;
 
 struct Kernels {
     bool rows_are_bf16;
-    // Columns to give a call of few rows, which then reads long runs of bytes.
-    int64_t columns_of_few_rows;
+    // Columns to give a call: of few rows, which then reads long runs of bytes, and of many.
+    int64_t columns_of_few_rows, columns_of_many_rows;
 
     // out[t, o - first] = rows[t] . W[o] for outputs first <= o < last, multiples of 32
     // and at most MOST_COLUMNS of them.

@@ -14,11 +14,11 @@ constexpr int64_t FEW_ROWS = 16, SOME_ROWS = 128, COLUMNS_OF_SOME_ROWS = 256;
 
 int64_t widest_task(const Kernels& kernels, int64_t rows) {
     if (rows <= FEW_ROWS) return kernels.columns_of_few_rows;
-    return rows <= SOME_ROWS ? COLUMNS_OF_SOME_ROWS : Moe::TASK_STEP;
+    return rows <= SOME_ROWS ? COLUMNS_OF_SOME_ROWS : kernels.columns_of_many_rows;
 }
 
 int64_t largest_product(const Kernels& kernels, int64_t most_rows) {
-    return std::max({most_rows * Moe::TASK_STEP, SOME_ROWS * COLUMNS_OF_SOME_ROWS,
+    return std::max({most_rows * kernels.columns_of_many_rows, SOME_ROWS * COLUMNS_OF_SOME_ROWS,
                      FEW_ROWS * kernels.columns_of_few_rows});
 }
 
