@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from k3tune.model.layers import without_autocast
+
 
 class FrozenLinearWithLora(torch.autograd.Function):
     """``y = base(x) + s B A x`` and, for a gradient g of y::
@@ -17,7 +19,7 @@ class FrozenLinearWithLora(torch.autograd.Function):
         dx = W^T g + A^T dn,   dA = dn x^T,   dB = s g (A x)^T     with dn = s B^T g
 
     Autograd's own would make each product a tensor of its own and add them. Saved are x, which the
-    layers that share it save too, and A x.
+    layers that share it save too, and A x. Differentiable once.
     """
 
     @staticmethod
@@ -37,14 +39,15 @@ class FrozenLinearWithLora(torch.autograd.Function):
         x, narrow_NR, A_RI, B_OR, weight_OI = ctx.saved_tensors
         needs_x, needs_A, needs_B = ctx.needs_input_grad[:3]
         grad_NO = grad.reshape(-1, len(B_OR))
-        d_narrow_NR = torch.mm(grad_NO, B_OR).mul_(ctx.scaling)
         dx = dA_RI = dB_OR = None
-        if needs_x:
-            dx = torch.mm(grad_NO, weight_OI).addmm_(d_narrow_NR, A_RI).view(x.shape)
-        if needs_A:
-            dA_RI = torch.mm(d_narrow_NR.t(), x.reshape(-1, x.shape[-1]))
-        if needs_B:
-            dB_OR = torch.mm(grad_NO.t(), narrow_NR).mul_(ctx.scaling)
+        with without_autocast(grad):
+            d_narrow_NR = torch.mm(grad_NO, B_OR).mul_(ctx.scaling)
+            if needs_x:
+                dx = torch.mm(grad_NO, weight_OI).addmm_(d_narrow_NR, A_RI).view(x.shape)
+            if needs_A:
+                dA_RI = torch.mm(d_narrow_NR.t(), x.reshape(-1, x.shape[-1]))
+            if needs_B:
+                dB_OR = torch.mm(grad_NO.t(), narrow_NR).mul_(ctx.scaling)
         return dx, dA_RI, dB_OR, None, None
 
 

@@ -237,10 +237,11 @@ class LoraLinear(AdapterLayer):
         A: Tensor = self.factor(name, "A")
         B: Tensor = self.factor(name, "B")
         dropout = self.dropout[name] if self.training else 0.0
-        if not dropout and torch.is_grad_enabled() and self._sums_in_place(x, A):
+        plain = not dropout and A.dtype == B.dtype and _is_its_product_alone(self.base_layer)
+        if plain and torch.is_grad_enabled() and self._trains_in_place(x, A):
             return FrozenLinearWithLora.apply(x, A, B, self.base_layer, self.scaling[name])
         y = self.base_layer(x)
-        if not (torch.is_grad_enabled() or dropout) and y.dtype == A.dtype:
+        if plain and not torch.is_grad_enabled() and y.dtype == A.dtype:
             # decoding is many small products: y is nobody else's, and each call counts
             add_update(y, x.to(y.dtype), A, B, self.scaling[name])
             return y
@@ -249,17 +250,27 @@ class LoraLinear(AdapterLayer):
             A, B = A.to(y.dtype), B.to(y.dtype)
             return y + F.linear(F.linear(x, A) * self.scaling[name], B)
 
-    def _sums_in_place(self, x: Tensor, A: Tensor) -> bool:
+    def _trains_in_place(self, x: Tensor, A: Tensor) -> bool:
         """Whether a training step may take the shorter way: one dtype, a frozen base, a CPU."""
         base = self.base_layer
         return (
             x.is_cpu
             and not torch.is_autocast_enabled("cpu")
-            and type(base) is nn.Linear
             and base.bias is None
             and not base.weight.requires_grad
             and x.dtype == base.weight.dtype == A.dtype
         )
+
+
+def _is_its_product_alone(base: nn.Module) -> bool:
+    """Whether a layer's result is nobody else's to keep, change or differentiate."""
+    hooks = (
+        base._forward_hooks,
+        base._forward_pre_hooks,
+        base._backward_hooks,
+        base._backward_pre_hooks,
+    )
+    return type(base) is nn.Linear and "forward" not in base.__dict__ and not any(hooks)
 
 
 class LoraPackedProjection(AdapterLayer):

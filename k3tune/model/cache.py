@@ -38,7 +38,9 @@ class DeltaState:
         if ids_BT is None:
             return self.value_BHKV
         document_B = 0 if self.document_B is None else self.document_B
-        return self.value_BHKV * torch.eq(ids_BT[:, 0], document_B)[:, None, None, None]
+        goes_on = torch.eq(ids_BT[:, 0], document_B)[:, None, None, None]
+        # not by a product: a document's NaN is its own
+        return self.value_BHKV.where(goes_on, 0.0)
 
 
 class KDACacheLayer:

@@ -49,6 +49,9 @@ _CPU_WHERE_POSSIBLE = (
     "latent_attention",
 )
 
+# Others may have no values at all, as when a compiler or a planner traces shapes.
+_TENSORS_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
+
 # bf16 tensor-core instructions begin here.
 _LOWEST_CUDA_CAPABILITY = (8, 0)
 
@@ -210,6 +213,8 @@ def _obstacle_to_cpu(op: str, tensors: tuple[torch.Tensor, ...]) -> str | None:
         return f"its CPU kernel takes {served}, found {tensors[0].dtype}"
     # asked at every call of a decoding step: no strings where there is nothing to say
     for tensor in tensors:
+        if type(tensor) not in _TENSORS_WITH_MEMORY:
+            return f"one is a {type(tensor).__name__}, whose memory it cannot read"
         if not tensor.is_cpu:
             return f"the tensors are on {', '.join(sorted({str(t.device) for t in tensors}))}"
     # Opening the library belongs to the first call that needs it, not to the import.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from closeness import assert_close, relative_l2
-from cpu_cases import ISAS, needs_library
+from cpu_cases import ISAS, assert_threads_change_no_bit, needs_library
 from k3tune_kernels import dispatch
 from k3tune_kernels.kda_rule import kda_rule, reference
 from k3tune_kernels.kda_rule.cpu_op import kda_rule_cpu
@@ -127,20 +127,15 @@ def test_without_gradients_the_result_has_the_same_bits():
     assert all(torch.equal(one, other) for one, other in zip(plain, tracked, strict=True))
 
 
-def test_neither_threads_nor_another_run_nor_other_rows_change_a_bit():
-    before, results = torch.get_num_threads(), []
-    tensors, bounds = operands(3, 300, 4, 32), random_bounds(3, 300, 0.02)
-    try:
-        for threads in (1, 2, 3, 3):
-            torch.set_num_threads(threads)
-            results.append(differentiate(kda_rule_cpu, tensors, bounds))
-    finally:
-        torch.set_num_threads(before)
-    for result in results[1:]:
-        assert all(torch.equal(result[name], results[0][name]) for name in NAMES)
-    row = [x[:1] for x in tensors]
-    alone = differentiate(kda_rule_cpu, row, bounds[bounds <= 300])
-    assert torch.equal(alone["out"], results[0]["out"][:1])
+def test_neither_threads_nor_other_rows_change_a_bit():
+    def run():
+        tensors, bounds = operands(3, 300, 4, 32), random_bounds(3, 300, 0.02)
+        found = differentiate(kda_rule_cpu, tensors, bounds)
+        row = differentiate(kda_rule_cpu, [x[:1] for x in tensors], bounds[bounds <= 300])
+        assert torch.equal(row["out"], found["out"][:1])
+        return [found[name] for name in NAMES]
+
+    assert_threads_change_no_bit(run)
 
 
 def test_what_fades_below_the_normal_numbers_is_zero_and_changes_nothing_outside():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from k3tune_kernels import dispatch
 from k3tune_kernels.cpu import library
+from k3tune_kernels.rms_norm import rms_norm
 
 OP = "moe_lora"
 
@@ -103,3 +105,10 @@ def test_explain_lists_every_op_called(triton_op):
     dispatch.choose(OP, "reference", torch.zeros(1))
     assert dispatch.explain()[OP] == dispatch.Choice("reference", "asked for")
     assert dispatch.explain("never_called") is None
+
+
+def test_tensors_without_memory_are_never_read_natively(cpu_kernels):
+    with FakeTensorMode():
+        fake = torch.ones(4, 64)
+        assert rms_norm(fake, torch.ones(64), eps=1e-5).shape == (4, 64)
+    assert "whose memory it cannot read" in dispatch.explain("rms_norm").reason

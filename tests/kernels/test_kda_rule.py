@@ -96,7 +96,7 @@ def test_what_the_native_kernel_does_not_take_runs_chunked(recwarn):
 
 @pytest.mark.parametrize(
     "bounds",
-    [[0, 3, 5], [0, 5, 5, 10], [1, 5, 10], [0, 7, 10], [0, 5, 12], [5, 10], [0, 6, 5, 10], []],
+    [[0, 3, 5], [0, 5, 5, 10], [1, 5, 10], [0, 7, 10], [0, 5, 12], [5, 10], [0, 6, 5, 10], [], 10],
     ids=str,
 )
 def test_bounds_that_fill_no_rows_are_an_error(bounds):
@@ -116,3 +116,27 @@ def test_shapes_and_dtypes_that_do_not_fit_are_an_error():
             kda_rule(*wrong)
     with pytest.raises(ValueError, match="and one dtype, got"):
         kda_rule(q, k, v, log_decay, beta, None, begin[:1])
+
+
+def test_other_ranks_and_dtypes_are_an_error():
+    q, k, v, log_decay, beta, _ = case(5)
+    with pytest.raises(ValueError, match="expects q"):
+        kda_rule(q[0], k[0], v[0], log_decay[0], beta[0])
+    with pytest.raises(ValueError, match="in fp32 or fp64, got"):
+        kda_rule(*(x.bfloat16() for x in (q, k, v, log_decay, beta)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("shape", [(2, 0, 1, 16), (0, 5, 1, 16)], ids=["tokens", "rows"])
+def test_nothing_leaves_the_state_as_it_was(backend, shape):
+    *tensors, begin = operands(*shape)
+    out, end = kda_rule(*tensors, None, begin, backend=backend)
+    assert out.shape == shape and torch.equal(end, begin)
+
+
+def test_a_documents_nan_is_its_own():
+    *tensors, _ = operands(1, 6, 1, 16)
+    tensors[2][0, 1] = torch.nan
+    for rule in (reference.kda_rule, kda_chunked):
+        out, end = rule(*tensors, torch.tensor([0, 3, 6]), None)
+        assert out[0, 1:3].isnan().all() and out[0, 3:].isfinite().all() and end.isfinite().all()

@@ -140,3 +140,16 @@ def test_other_dtypes_are_the_references():
         assert "takes one dtype, found" in dispatch.explain("gated_rms_norm").reason
         rms_norm(x.double(), weight.double(), eps=EPS, backend=backend)
         assert "found torch.float64" in dispatch.explain("rms_norm").reason
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_shapes_that_do_not_fit_are_an_error(backend):
+    x = torch.ones(4, 64)
+    for weight in (torch.ones(1), torch.ones(32), torch.ones(4, 64)):
+        with pytest.raises(ValueError, match=r"a weight of shape \(64,\), got"):
+            rms_norm(x, weight, eps=EPS, backend=backend)
+    for gate in (torch.zeros(64), torch.zeros(4, 1)):
+        with pytest.raises(ValueError, match=r"a gate of shape \(4, 64\), got"):
+            gated_rms_norm(x, torch.ones(64), gate, eps=EPS, backend=backend)
+    with pytest.raises(ValueError, match="expects x"):
+        rms_norm(torch.ones(()), torch.ones(()), eps=EPS, backend=backend)

@@ -167,3 +167,21 @@ def test_other_taps_and_dtypes_are_the_references():
     assert "a past of the inputs' dtype and fp32 taps" in explain().reason
     convolve(x.double(), past.double(), weight)
     assert "found torch.float64" in explain().reason
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_shapes_that_do_not_fit_are_an_error(backend):
+    x, past, weight = torch.ones(2, 5, 8), torch.zeros(2, 3, 8), torch.ones(8, 1, 4)
+    reach = torch.ones(2, 5, 3, dtype=torch.bool)
+    for wrong in (
+        (x, past[:, :2], weight, None),
+        (x, past[:1], weight, None),
+        (x, past, weight[:1], None),
+        (x, past, weight, reach.float()),
+        (x, past, weight, reach[:1]),
+        (x, past, weight, reach[:, :4]),
+    ):
+        with pytest.raises(ValueError, match="expects past, weight and reach"):
+            short_convolution(*wrong, backend=backend)
+    with pytest.raises(ValueError, match="expects inputs"):
+        short_convolution(x[0], past, weight, None, backend=backend)

@@ -86,12 +86,53 @@ def test_kept_are_the_input_and_its_narrow_product():
     assert shapes == [(2, 5, 24), (10, 4)]
 
 
-def test_hooks_of_the_base_are_called():
+def doubled(base):
+    plain = base.forward
+    base.forward = lambda x: 2 * plain(x)
+
+
+WAYS_TO_CHANGE_A_BASE = {
+    "forward hook": lambda base: base.register_forward_hook(lambda module, args, y: 2 * y),
+    "forward pre-hook": lambda base: base.register_forward_pre_hook(
+        lambda module, args: 2 * args[0]
+    ),
+    "backward hook": lambda base: base.register_full_backward_hook(
+        lambda module, d_in, d_out: (2 * d_in[0],)
+    ),
+    "replaced forward": doubled,
+}
+
+
+@pytest.mark.parametrize("change", WAYS_TO_CHANGE_A_BASE.values(), ids=WAYS_TO_CHANGE_A_BASE)
+def test_what_changes_the_base_changes_its_gradient_and_not_the_updates(change):
+    layer, x = build()
+    grad = torch.randn(2, 5, 40)
+    _, dx, dA, dB = run(layer, x, grad)
+    change(layer.base_layer)
+    _, changed, *others = run(layer, x, grad)
+    weight = layer.base_layer.weight.detach()
+    assert_close("dx", changed, dx + grad @ weight, max_rel=1e-5, rms_rel=1e-6)
+    for name, one, other in zip(("dA", "dB"), others, (dA, dB), strict=True):
+        assert_close(name, one, other, max_rel=1e-5, rms_rel=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_hook_of_the_base_sees_and_keeps_its_result_without_the_update(training):
     layer, x = build()
     seen = []
-    layer.base_layer.register_forward_hook(lambda module, args, y: seen.append(y.shape))
-    layer(x)
-    assert seen == [(2, 5, 40)]
+    layer.base_layer.register_forward_hook(lambda module, args, y: seen.append(y))
+    with torch.set_grad_enabled(training):
+        layer(x)
+    assert torch.equal(seen[0], x @ layer.base_layer.weight.T)
+
+
+def test_the_backward_pass_computes_in_its_own_dtype_under_autocast():
+    layer, x = build()
+    expected = run(layer, x, torch.ones(2, 5, 40))[1:]
+    y = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y.sum(), [x, *factors(layer)])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_activation_checkpointing_changes_no_bit():
@@ -101,11 +142,13 @@ def test_activation_checkpointing_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(again, run(layer, x, grad), strict=True))
 
 
-@pytest.mark.parametrize("case", ["bf16", "bias", "dropout", "trained base", "autocast"])
+@pytest.mark.parametrize("case", ["bf16", "bias", "dropout", "trained base", "autocast", "bf16 B"])
 def test_whatever_is_not_plain_takes_the_general_way(case):
     dtype = torch.bfloat16 if case == "bf16" else torch.float32
     layer, x = build(dtype, bias=case == "bias", dropout=0.5 if case == "dropout" else 0.0)
     layer.base_layer.weight.requires_grad_(case == "trained base")
+    if case == "bf16 B":
+        factors(layer)[1].data = factors(layer)[1].data.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         y = layer(x)
     assert y.requires_grad and not summed_in_place(y)

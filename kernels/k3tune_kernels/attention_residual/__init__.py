@@ -124,7 +124,7 @@ def attention_residual(
     if len(sources) > MAX_TRITON_SOURCES:
         limit = f"its Triton kernel takes {MAX_TRITON_SOURCES} sources, found {len(sources)}"
     chosen = dispatch.choose(
-        "attention_residual", backend, norm_weight_D, query_weight_D, *sources, limit=limit
+        "attention_residual", backend, *sources, norm_weight_D, query_weight_D, limit=limit
     )
     if not torch.is_grad_enabled():
         mix, _, _ = _implementation(chosen).forward(sources, norm_weight_D, query_weight_D, eps)

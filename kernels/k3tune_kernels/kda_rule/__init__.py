@@ -48,13 +48,18 @@ def kda_rule(
         ValueError: if shapes or dtypes do not fit, the backend cannot run here, or, for CPU
             tensors, the bounds are not those of documents.
     """
-    batch, length = q_BTHK.shape[:2]
     operands = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
+    _check(operands, state_BHKV)
+    batch, length, *widths = q_BTHK.shape
+    if not batch * length:
+        value = state_BHKV
+        if value is None:
+            value = v_BTHV.new_zeros(batch, *widths, v_BTHV.shape[-1])
+        return torch.zeros_like(v_BTHV), value
     if bounds is None:
         bounds = torch.arange(0, (batch + 1) * length, length, device=q_BTHK.device)
     elif bounds.device.type == "cpu":
         _check_bounds(bounds, batch, length)
-    _check(operands, state_BHKV)
     dim, cpu_limit = q_BTHK.shape[-1], None
     if dim % _WIDTH_STEP or v_BTHV.shape[-1] != dim:
         cpu_limit = f"its CPU kernel takes keys and values of one multiple of {_WIDTH_STEP} values"
@@ -68,6 +73,11 @@ def kda_rule(
 
 def _check(operands: tuple[torch.Tensor, ...], state_BHKV: torch.Tensor | None) -> None:
     keys, values = operands[0].shape, operands[2].shape
+    if len(keys) != 4 or operands[0].dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"kda_rule expects q [B, T, H, K] in fp32 or fp64, got {tuple(keys)} "
+            f"{operands[0].dtype}"
+        )
     expected = [keys, keys, keys[:-1] + values[-1:], keys, keys[:-1]]
     if state_BHKV is not None:
         operands = (*operands, state_BHKV)
@@ -81,12 +91,13 @@ def _check(operands: tuple[torch.Tensor, ...], state_BHKV: torch.Tensor | None) 
 
 
 def _check_bounds(bounds: torch.Tensor, batch: int, length: int) -> None:
-    starts, ends = bounds[:-1], bounds[1:]
     fits = bounds.dtype is torch.int64 and bounds.ndim == 1 and len(bounds) > batch
     fits = fits and bounds[0].item() == 0 and bounds[-1].item() == batch * length
-    # a document's first and last token are in one row
-    fits = fits and bool((starts < ends).all())
-    if not fits or not torch.equal(starts // length, (ends - 1) // length):
+    if fits:
+        starts, ends = bounds[:-1], bounds[1:]
+        # a document's first and last token are in one row
+        fits = bool((starts < ends).all()) and torch.equal(starts // length, (ends - 1) // length)
+    if not fits:
         raise ValueError(
             f"kda_rule expects bounds (int64) of documents that fill {batch} rows of {length} "
             f"tokens each, got {bounds.tolist()} ({bounds.dtype})"

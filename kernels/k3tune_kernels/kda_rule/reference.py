@@ -25,7 +25,8 @@ def kda_rule(
     outputs = []
     for t in range(length):
         if t > 0:
-            state = state * goes_on_BT[:, t, None, None, None]
+            # not by a product: a document's NaN is its own
+            state = state.where(goes_on_BT[:, t, None, None, None], 0.0)
         k, v = k_BTHK[:, t, :, :, None], v_BTHV[:, t, :, None, :]
         state = state * log_decay_BTHK[:, t].exp()[..., None]
         error = v - (k * state).sum(-2, keepdim=True)

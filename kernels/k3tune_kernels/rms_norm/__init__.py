@@ -23,8 +23,9 @@ def rms_norm(
         ``[..., D]`` in the dtype that weight and ``x`` are promoted to. Differentiable in both.
 
     Raises:
-        ValueError: if the backend cannot run here.
+        ValueError: if shapes do not fit, or the backend cannot run here.
     """
+    _check("rms_norm", "weight", weight_D, x.shape[-1:])
     if _choose("rms_norm", backend, x, weight_D) == "cpu":
         from k3tune_kernels.rms_norm.cpu_op import rms_norm_cpu
 
@@ -51,13 +52,23 @@ def gated_rms_norm(
         in all three.
 
     Raises:
-        ValueError: if the backend cannot run here.
+        ValueError: if shapes do not fit, or the backend cannot run here.
     """
+    _check("gated_rms_norm", "weight", weight_D, x.shape[-1:])
+    _check("gated_rms_norm", "gate", gate, x.shape)
     if _choose("gated_rms_norm", backend, x, weight_D, gate) == "cpu":
         from k3tune_kernels.rms_norm.cpu_op import rms_norm_cpu
 
         return rms_norm_cpu(x, weight_D, gate, eps)
     return reference.gated_rms_norm(x, weight_D, gate, eps)
+
+
+def _check(op: str, name: str, tensor: torch.Tensor, shape: torch.Size) -> None:
+    if not shape or tensor.shape != shape:
+        raise ValueError(
+            f"{op} expects x [..., D] and a {name} of shape {tuple(shape)}, got "
+            f"{tuple(tensor.shape)}"
+        )
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:

@@ -34,8 +34,9 @@ def short_convolution(
         Differentiable in inputs, past and weight.
 
     Raises:
-        ValueError: if the backend cannot run here.
+        ValueError: if shapes do not fit, or the backend cannot run here.
     """
+    _check(x_BTC, past_BPC, weight_C1S, reach_BTP)
     cpu_limit = None
     if weight_C1S.shape[-1] != CPU_TAPS:
         cpu_limit = f"its CPU kernel takes {CPU_TAPS} taps, found {weight_C1S.shape[-1]}"
@@ -52,3 +53,28 @@ def short_convolution(
 
         return ShortConvolutionCpu.apply(x_BTC, past_BPC, weight_C1S, reach_BTP)
     return reference.short_convolution(x_BTC, past_BPC, weight_C1S, reach_BTP)
+
+
+def _check(
+    x_BTC: torch.Tensor,
+    past_BPC: torch.Tensor,
+    weight_C1S: torch.Tensor,
+    reach_BTP: torch.Tensor | None,
+) -> None:
+    if x_BTC.ndim != 3 or weight_C1S.ndim != 3:
+        raise ValueError(
+            f"short_convolution expects inputs [B, T, C] and a weight [C, 1, P + 1], got "
+            f"{tuple(x_BTC.shape)} and {tuple(weight_C1S.shape)}"
+        )
+    batch, length, channels = x_BTC.shape
+    past = weight_C1S.shape[-1] - 1
+    found = [tuple(past_BPC.shape), tuple(weight_C1S.shape)]
+    expected: list[tuple[int, ...]] = [(batch, past, channels), (channels, 1, past + 1)]
+    if reach_BTP is not None:
+        found.append(tuple(reach_BTP.shape))
+        expected.append((batch, length, past))
+    if found != expected or (reach_BTP is not None and reach_BTP.dtype is not torch.bool):
+        raise ValueError(
+            f"short_convolution expects past, weight and reach (bool) of shapes {expected}, got "
+            f"{found}{'' if reach_BTP is None else f' ({reach_BTP.dtype})'}"
+        )

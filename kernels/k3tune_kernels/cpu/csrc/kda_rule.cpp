@@ -12,9 +12,6 @@
 namespace k3 {
 namespace {
 
-// Multiplications below which another thread costs more than it saves.
-constexpr int64_t PRODUCTS_PER_THREAD = 1 << 18;
-
 // Where a decay is weak and little is written, states and gradients fade through subnormal numbers,
 // over which an x86 processor is up to 15 times slower: meanwhile they are zero there.
 class WithoutSubnormals {

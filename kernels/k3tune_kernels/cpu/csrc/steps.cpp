@@ -5,15 +5,6 @@
 #include "moe.h"
 #include "token_sums.h"
 
-namespace k3 {
-namespace {
-
-// Multiplications below which another thread costs more than it saves.
-constexpr int64_t PRODUCTS_PER_THREAD = 1 << 18;
-
-}  // namespace
-}  // namespace k3
-
 K3_EXPORT int64_t k3_mix(const K3Mix* call) {
     const k3::Isa* isa = k3::choose_isa(call->isa);
     if (isa == nullptr) return K3_NO_SUCH_ISA;

@@ -23,6 +23,9 @@ inline int64_t useful_threads(int64_t threads, int64_t values) {
     return threads < useful ? threads : useful;
 }
 
+// Multiplications below which another thread costs more than it saves.
+constexpr int64_t PRODUCTS_PER_THREAD = 1 << 18;
+
 class Team {
    public:
     // A second call at the same time (from another Python thread) gets one thread.
