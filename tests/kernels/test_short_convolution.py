@@ -157,6 +157,7 @@ def test_the_number_of_threads_changes_no_bit():
     assert_threads_change_no_bit(once)
 
 
+@needs_library
 def test_other_taps_and_dtypes_are_the_references():
     (x, past, weight), _, _ = operands((2, 6, 8))
     convolve = partial(short_convolution, reach_BTP=None, backend="cpu")
