@@ -226,6 +226,6 @@ def mean_k3(model, engine_activations, trainer_activations) -> float:
 def test_a_trainer_that_mirrors_the_engine_is_a_thousand_times_nearer(folder):
     model = adapted(folder)
     mirrored = mean_k3(model, "mxfp8", "mxfp8")
-    # one activation at the edge of a rounding step: 1.7e-6 in plain torch on an Intel Xeon, else 4e-13
+    # one activation at the edge of a rounding step: 1.7e-6 in plain torch on a Xeon, else 4e-13
     assert mirrored < 1e-5
     assert mean_k3(model, "mxfp8", "none") > max(1000 * mirrored, 1e-6)
