@@ -84,7 +84,7 @@ def activations(
         architecture: of the base.
         layout: tokens and dtype.
         ranks: LoRA rank of each adapted module, by its name in the model.
-        fused: whether a GPU's kernels run; else what a CPU has.
+        fused: whether a GPU's kernels run; else a CPU's native ones.
     """
     counter = _Counter(architecture, layout, ranks, fused)
     layers = list(counter.layers())

@@ -63,7 +63,7 @@ def bytes_of_rank(
         base: its bytes, in the layout's dtype.
         adapter: what is trained.
         layout: of the run.
-        fused: whether a GPU's kernels run; else the plain path of a CPU.
+        fused: whether a GPU's kernels run; else a CPU's native ones.
         imbalance: rows of the busiest rank over the mean.
         held: the layout's activations, if they are known; None: counted here.
 
